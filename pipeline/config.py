@@ -1,0 +1,235 @@
+"""One TOML file is one run. This module says which keys there are and what they mean.
+
+Order of precedence: flag (`--train.epochs 2`), environment (`AERIE_TRAIN__EPOCHS=2`), file, default.
+The docstring under a field is its `--help` text. Nothing heavy is imported here, so that a mistake
+in a configuration is told in a second.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from pipeline.errors import ConfigError
+
+Count = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A table of the TOML file: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TargetSection(Section):
+    """The model that is to be accelerated."""
+
+    path: str
+    """Folder of the target model, or its Hugging Face name."""
+    revision: str | None = None
+    """Commit of the Hugging Face repository; ignored for a folder."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model (Kimi's tokenizer needs it). Pin `revision` when you do."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of weights and captured states. CPU: float32."""
+    tensor_parallel_size: Count = 1
+    """GPUs that share the target."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of each GPU's memory that the engine may take; ignored on the CPU."""
+    max_length: Count = 2048
+    """Longest sample in tokens, prompt and answer together. Longer ones are cut (and counted)."""
+
+
+class PrepareSection(Section):
+    """Step 1: conversations to token ids and loss masks."""
+
+    sources: list[str] = Field(min_length=1)
+    """JSONL or Parquet files, folders of them, or Hugging Face data set names (`owner/name` or `owner/name:split`)."""
+    regenerate: bool = True
+    """Let the target answer each conversation's last user turn anew. A draft must predict the target's own words."""
+    max_new_tokens: Count = 1024
+    """Longest regenerated answer in tokens."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of regenerated answers; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus of regenerated answers, a probability."""
+    max_num_seqs: Count = 128
+    """Conversations that the engine answers at once."""
+    limit: Count | None = None
+    """Use only the first so many conversations."""
+
+
+class ExtractSection(Section):
+    """Step 2: the target's hidden states for every prepared token."""
+
+    engine: Literal["speculators"] = "speculators"
+    """`speculators`: the patched generator on vLLM."""
+    aux_layers: tuple[int, int, int] | None = None
+    """Layers whose *input* feeds the draft, in vLLM's serving convention (0 is the embedding's output, the number
+    of layers is the last layer's output before the final norm). Default: 2, middle, last but two."""
+    max_batched_tokens: Count = 8192
+    """Tokens in one forward pass. More is faster until activations no longer fit; 8192 x 7168 bf16 is 117 MB a layer."""
+    max_num_seqs: Count = 32
+    """Samples in one forward pass."""
+    shard_tokens: Count = 65536
+    """Tokens in one shard file, about. Kimi in bf16: 57,344 bytes a token, so 3.8 GB a shard."""
+
+    @field_validator("aux_layers")
+    @classmethod
+    def _increasing(cls, value: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
+        if value is not None and not 0 <= value[0] < value[1] < value[2]:
+            raise ValueError(f"must be three increasing layer ids, not {list(value)}")
+        return value
+
+
+class VocabSection(Section):
+    """Step 3: the words that the draft can say."""
+
+    draft_vocab_size: Count = 32000
+    """Words of the draft. At most the target's vocabulary; equal to it, no mapping is saved."""
+
+
+class TrainSection(Section):
+    """Step 4: the draft itself."""
+
+    num_layers: Count = 1
+    """Decoder layers of the draft. vLLM serves EAGLE-3 drafts of one layer fastest."""
+    intermediate_size: Count | None = None
+    """Width of the draft's feed-forward part. Default: the target's dense one."""
+    num_attention_heads: Count | None = None
+    """Attention heads of the draft. Default: the target's."""
+    num_key_value_heads: Count | None = None
+    """Key/value heads of the draft. Default: the target's."""
+    head_dim: Count | None = None
+    """Width of one head. Default: the target's; 128 for a target with latent attention."""
+    norm_before_residual: bool = True
+    """Add the normalised (true) or the raw hidden state back after attention. Saved, and read by vLLM."""
+    ttt_steps: Count = 3
+    """Training-time-test steps: how many words ahead the draft learns to go on its own states."""
+    ttt_decay: float = Field(1.0, gt=0, le=1)
+    """Weight of step k's loss is ttt_decay ** k."""
+    tokens_per_row: Count = 1024
+    """Length of a packed row in tokens. A longer sample is an error: nothing is cut here."""
+    rows_per_step: Count = 1
+    """Rows in one optimiser step, over all processes and accumulation together."""
+    epochs: Count = 4
+    """Passes over the training samples."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    min_learning_rate_ratio: float = Field(0.05, ge=0, le=1)
+    """Where the cosine ends, as a share of the peak."""
+    warmup_ratio: float = Field(0.05, ge=0, lt=1)
+    """Share of all steps in which the learning rate rises."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay, on matrices only."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Gradients above this norm are scaled down to it."""
+    noise: float = Field(0.0, ge=0)
+    """Half-width of the uniform noise on the draft's *input* states (never on the targets)."""
+    train_lm_head: bool = True
+    """Train the draft's output rows, which start as the target's; false keeps them frozen."""
+    validation_share: float = Field(0.05, ge=0, lt=1)
+    """Share of conversations held back to choose the best checkpoint."""
+    checkpoint_steps: Count | None = None
+    """Save and validate every so many steps. Default: at the end of each epoch."""
+    keep_checkpoints: Count = 2
+    """Checkpoints kept, beside the best."""
+    autocast: bool = True
+    """Matrix products in bfloat16; weights, norms, softmax and loss stay float32."""
+    tracker: Literal["tensorboard", "trackio", "none"] = "tensorboard"
+    """Where the curves go (checkpoints/logs)."""
+
+
+class EvaluateSection(Section):
+    """Step 5: what the draft is worth on prompts that it has not seen."""
+
+    engine: Literal["auto", "reference", "vllm"] = "auto"
+    """`vllm`: the pinned engine decodes (GPU). `reference`: exact verification in transformers. `auto`: vllm with a GPU."""
+    prompts: list[str] = []
+    """JSONL files with held-out prompts (`prompt`, `turns` or `messages`)."""
+    num_draft_tokens: Count = 3
+    """Draft tokens per step: acceptance length is at most this plus one (the bonus token)."""
+    max_new_tokens: Count = 128
+    """Longest answer in tokens."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy; otherwise speculative sampling, which keeps the target's distribution."""
+    limit: Count | None = None
+    """Use only the first so many prompts."""
+
+
+class Run(BaseSettings):
+    """All of one run. Everything it makes lies under `runs_dir`/`name`/."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_prefix="AERIE_", env_nested_delimiter="__", use_attribute_docstrings=True
+    )
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run's folder: letters, digits, dot, dash, underscore."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs."""
+    seed: int = 0
+    """Seed of sampling, shuffling, splitting and initial weights."""
+    target: TargetSection
+    prepare: PrepareSection
+    extract: ExtractSection = ExtractSection()
+    vocab: VocabSection = VocabSection()
+    train: TrainSection = TrainSection()
+    evaluate: EvaluateSection = EvaluateSection()
+
+    @model_validator(mode="after")
+    def _rows_hold_samples(self) -> "Run":
+        if self.target.max_length > self.train.tokens_per_row:
+            raise ValueError(
+                f"target.max_length {self.target.max_length} is above train.tokens_per_row "
+                f"{self.train.tokens_per_row}: a sample would not fit a row"
+            )
+        return self
+
+    def folder(self, step_folder: str) -> Path:
+        """`prepared`, `hidden`, `vocab`, `checkpoints` or `evaluation` of this run."""
+        return self.runs_dir / self.name / step_folder
+
+
+def load(path: Path, overrides: dict[str, Any] | None = None) -> Run:
+    """Read a configuration file, then the environment, then `overrides` (nested as the sections are).
+
+    Raises ConfigError with one line for each wrong key: the file, the key, what is wrong.
+    """
+    if not path.is_file():
+        raise ConfigError(f"config: {path}: no such file. Give one with --config; examples are in configs/")
+
+    class FileRun(Run):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path)
+
+    try:
+        return FileRun(**(overrides or {}))
+    except ValidationError as error:
+        lines = [f"config: {path}: {_place(item['loc'])}: {_reason(item)}" for item in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+    except (ValueError, OSError) as error:  # tomllib's TOMLDecodeError and pydantic-settings' own are ValueErrors
+        raise ConfigError(f"config: {path}: {error}") from None
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location) or "whole file"
+
+
+def _reason(item: Any) -> str:
+    if item["type"] == "extra_forbidden":
+        return "no such key. See python -m pipeline STEP --help"
+    if item["type"] == "missing":
+        return "missing"
+    return f"{item['msg'].removeprefix('Value error, ')} (it is {item['input']!r})"[:300]

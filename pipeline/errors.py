@@ -1,0 +1,35 @@
+"""Errors a user can act on: one line each, an exit code of their own, no traceback.
+
+    0  done            2  configuration or usage     3  folder made with other settings
+    1  a fault of ours 4  unusable input or model    5  disk without room
+"""
+
+
+class UserError(ValueError):
+    """What is wrong, where, and what to do. `exit_code` is what the process ends with."""
+
+    exit_code = 4
+
+
+class ConfigError(UserError):
+    """A configuration file, environment variable or flag that cannot be used."""
+
+    exit_code = 2
+
+
+class MismatchError(UserError):
+    """A folder holds the output of other settings than this run's."""
+
+    exit_code = 3
+
+
+class InputError(UserError):
+    """A file, folder or model that is missing, unreadable or unfit."""
+
+    exit_code = 4
+
+
+class SpaceError(UserError):
+    """A disk without room for what is to be written."""
+
+    exit_code = 5
