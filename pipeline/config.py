@@ -19,7 +19,7 @@ Count = Annotated[int, Field(gt=0)]
 class Section(BaseModel):
     """A table of the TOML file: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
 
 
 class TargetSection(Section):
@@ -164,7 +164,12 @@ class Run(BaseSettings):
     """All of one run. Everything it makes lies under `runs_dir`/`name`/."""
 
     model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, env_prefix="AERIE_", env_nested_delimiter="__", use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
+        env_prefix="AERIE_",
+        env_nested_delimiter="__",
     )
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")

@@ -1,7 +1,7 @@
 """Errors a user can act on: one line each, an exit code of their own, no traceback.
 
-    0  done            2  configuration or usage     3  folder made with other settings
-    1  a fault of ours 4  unusable input or model    5  disk without room
+0  done            2  configuration or usage     3  folder made with other settings
+1  a fault of ours 4  unusable input or model    5  disk without room
 """
 
 

@@ -1,0 +1,96 @@
+"""The command line: python -m pipeline STEP --config FILE [--section.key VALUE ...]"""
+
+import argparse
+import errno
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.config import Run, load
+from pipeline.errors import SpaceError, UserError
+
+STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    # name: (module with run(config: Run) -> None, one line, sections whose keys the step reads)
+    "prepare": ("pipeline.prepare", "conversations to token ids and loss masks", ("target", "prepare")),
+    "extract": ("pipeline.extract", "the target's hidden states for every token", ("target", "extract")),
+    "vocab": ("pipeline.vocab", "choose the words that the draft can say", ("target", "vocab")),
+    "train": ("pipeline.train", "train the draft", ("target", "train")),
+    "evaluate": ("pipeline.evaluate", "acceptance length on held-out prompts", ("target", "evaluate")),
+    "demo": ("pipeline.demo", "all steps on SmolLM2-135M-Instruct, without a GPU", tuple(Run.model_fields)),
+}
+DEMO_CONFIG = Path("configs/smollm2-135m.toml")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one step. Returns the exit code; see pipeline.errors for their meaning."""
+    options = vars(_parser().parse_args(arguments))
+    step, config_file = options.pop("step"), options.pop("config")
+    try:
+        config = load(config_file, _nested(options))
+        importlib.import_module(STEPS[step][0]).run(config)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"{step}: no room left on the disk ({error}). Make room, run it again: it goes on", file=sys.stderr)
+        return SpaceError.exit_code
+    except KeyboardInterrupt:
+        print(f"{step}: stopped. Run it again: it goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pipeline", description=__doc__)
+    steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
+    for name, (_, line, sections) in STEPS.items():
+        step = steps.add_parser(name, help=line, description=f"{name}: {line}.", allow_abbrev=False)
+        default = DEMO_CONFIG if name == "demo" else None
+        step.add_argument("--config", type=Path, required=default is None, default=default, metavar="FILE",
+                          help="TOML file of the run" + (f" (default: {default})" if default else ""))  # fmt: skip
+        _add_flags(step, Run, "", sections)
+    return parser
+
+
+def _add_flags(parser: Any, model: type[BaseModel], prefix: str, sections: tuple[str, ...]) -> None:
+    """A flag for each key of `model`; its docstring, type and default are the help."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            if name in sections:
+                group = parser.add_argument_group(name, field.annotation.__doc__)
+                _add_flags(group, field.annotation, f"{name}.", ())
+            continue
+        default = "" if field.is_required() else f" (default: {_shown(field.default)})"
+        text = f"{' '.join((field.description or '').split())}{default}".replace("%", "%%")
+        parser.add_argument(f"--{prefix}{name}", type=_value, default=argparse.SUPPRESS, metavar="VALUE", help=text)
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, str | Path) else json.dumps(value)
+
+
+def _value(text: str) -> Any:
+    """A flag's value: JSON where it is (numbers, true, null, lists), else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _nested(flags: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flags.items():
+        *section, name = key.split(".")
+        place = nested.setdefault(section[0], {}) if section else nested
+        place[name] = value
+    return nested
+
+
+if __name__ == "__main__":
+    sys.exit(main())

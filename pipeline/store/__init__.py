@@ -1,0 +1,25 @@
+"""Files: atomic writes, manifests, checksums. No other module opens a file of a run for writing.
+
+A step's folder is input for the next one only when its `manifest.json` is there and valid; that file
+is written last. While a step works, `plan.json` says with which settings, so that a second run with
+other settings is refused before it touches anything.
+"""
+
+from pipeline.store.atomic import atomic_path, exclusive, file_sha256, require_space, write_bytes, write_json
+from pipeline.store.manifest import Manifest, Shard, claim, finish, read_manifest, run_key, verify
+
+__all__ = [
+    "Manifest",
+    "Shard",
+    "atomic_path",
+    "claim",
+    "exclusive",
+    "file_sha256",
+    "finish",
+    "read_manifest",
+    "require_space",
+    "run_key",
+    "verify",
+    "write_bytes",
+    "write_json",
+]

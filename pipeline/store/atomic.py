@@ -1,0 +1,90 @@
+"""Files that are whole or absent, whatever happens while they are written."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import MismatchError, SpaceError
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`; on leaving it is synced and renamed to `path`, on an error removed.
+
+    The name is fixed, so that what a killed process left is overwritten by the next run, not collected.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as readable JSON, atomically. NaN and infinity, which are not JSON, raise ValueError."""
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_space(folder: Path, size_bytes: int, step: str) -> None:
+    """Raise SpaceError, with both numbers, unless `folder`'s disk has `size_bytes` free."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes:
+        raise SpaceError(
+            f"{step}: {folder} has {free / 1e9:.2f} GB free and about {size_bytes / 1e9:.2f} GB will be written. "
+            "Make room or set runs_dir to another disk; nothing was changed"
+        )
+
+
+@contextmanager
+def exclusive(folder: Path, step: str) -> Iterator[None]:
+    """Hold `folder` for one process. Raises MismatchError, naming the holder, when another one has it.
+
+    The kernel drops the lock with the process, so a killed run leaves nothing to clean up.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise MismatchError(
+                f"{step}: {folder} is being written by process {lock.read().strip() or 'unknown'}. "
+                "Wait for it, or give this run another name"
+            ) from None
+        lock.seek(0)
+        lock.truncate()
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

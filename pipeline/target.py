@@ -1,0 +1,264 @@
+"""The target model: the only module that knows model families.
+
+Where a family keeps its text configuration, embedding, final norm and output rows is one line of
+`FAMILIES`. Weights are read tensor by tensor from the shards that hold them, never whole.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import TargetSection
+from pipeline.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLED_BYTES = 1 << 20
+"""Of each weight file the first and last so many bytes enter the fingerprint: hashing 554 GB would take an hour."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names that differ between model families."""
+
+    text_config: str = ""
+    """Key of the language model's part in config.json; empty where the file itself is that part."""
+    prefix: str = ""
+    """What precedes `model.` and `lm_head.` in the names of the weights."""
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    lm_head: str = "lm_head.weight"
+
+
+LLAMA_LIKE = Family()
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA_LIKE,
+    "mistral": LLAMA_LIKE,
+    "qwen2": LLAMA_LIKE,
+    "qwen3": LLAMA_LIKE,
+    "qwen3_moe": LLAMA_LIKE,
+    "deepseek_v3": LLAMA_LIKE,
+}
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns the target's last hidden state into its words, float32, on the CPU (V words, H hidden).
+
+    logits = lm_head_VH @ (norm_H * x / rms(x)): the final norm is part of it, exactly once.
+    """
+
+    embedding_VH: "torch.Tensor"
+    norm_H: "torch.Tensor"
+    lm_head_VH: "torch.Tensor"
+    rms_norm_eps: float
+
+
+class Target:
+    """A target model on disk. Nothing is read before it is asked for.
+
+    Raises InputError for a folder that lacks what is asked: config, tokenizer, template, weights.
+    """
+
+    def __init__(self, section: TargetSection):
+        self.section = section
+
+    @cached_property
+    def folder(self) -> Path:
+        """The local folder; a Hugging Face name is resolved (and downloaded) first."""
+        path = Path(self.section.path)
+        if path.is_dir():
+            return path
+        if (
+            path.exists()
+            or path.is_absolute()
+            or self.section.path.count("/") != 1
+            or self.section.path.startswith(".")
+        ):
+            raise InputError(
+                f"target: {path} is not a folder. Set target.path to the model's folder or Hugging Face name"
+            )
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(self.section.path, revision=self.section.revision))
+        except Exception as error:  # network, login, unknown name: the hub's errors share no base class
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise InputError(f"target: {self.section.path} is no folder and cannot be fetched: {reason}") from error
+
+    @cached_property
+    def _whole_config(self) -> dict[str, Any]:
+        return _read_json(self.folder / "config.json")
+
+    @cached_property
+    def family(self) -> Family:
+        """The names of this model's family; a model type that is not in the table is taken to be Llama-like."""
+        return FAMILIES.get(self._whole_config.get("model_type", ""), LLAMA_LIKE)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The language model's own configuration, as its config.json has it."""
+        key = self.family.text_config
+        return self._whole_config[key] if key else self._whole_config
+
+    def _number(self, key: str) -> Any:
+        if key not in self.config:
+            raise InputError(f"target: {self.folder / 'config.json'} has no {key}")
+        return self.config[key]
+
+    @property
+    def num_layers(self) -> int:
+        return int(self._number("num_hidden_layers"))
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._number("hidden_size"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output matrix, which may exceed the tokenizer's words."""
+        return int(self._number("vocab_size"))
+
+    def aux_layers(self, wanted: tuple[int, int, int] | None) -> list[int]:
+        """Three aux layer ids in vLLM's serving convention: id i is the input of decoder layer i.
+
+        The default is the one of vLLM's own models (2, middle, last but two). Raises InputError out of range.
+        """
+        layers = list(wanted) if wanted else [2, self.num_layers // 2, self.num_layers - 3]
+        if not 0 <= layers[0] < layers[1] < layers[2] <= self.num_layers:
+            raise InputError(
+                f"extract: aux_layers {layers} do not fit {self.folder}, which has {self.num_layers} layers. "
+                f"Three increasing ids from 0 to {self.num_layers} are allowed; set extract.aux_layers"
+            )
+        return layers
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer, with a chat template. Raises InputError when either is missing."""
+        from transformers import AutoTokenizer
+
+        _read_json(self.folder / "config.json")
+        if not (self.folder / "tokenizer_config.json").is_file():
+            raise InputError(f"target: {self.folder} has no tokenizer (tokenizer_config.json)")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=self.section.trust_remote_code, local_files_only=True
+            )
+        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            raise InputError(f"target: the tokenizer of {self.folder} does not load: {_first_line(error)}") from error
+        if not tokenizer.chat_template:
+            raise InputError(f"target: the tokenizer of {self.folder} has no chat template")
+        return tokenizer
+
+    @cached_property
+    def end_of_turn_ids(self) -> list[int]:
+        """Ids that end the model's answer: those of generation_config.json, config.json and the tokenizer."""
+        generation = self.folder / "generation_config.json"
+        found: list[int] = []
+        for source in (_read_json(generation) if generation.is_file() else {}, self.config):
+            value = source.get("eos_token_id")
+            found += value if isinstance(value, list) else [] if value is None else [value]
+        if self.tokenizer.eos_token_id is not None:
+            found.append(int(self.tokenizer.eos_token_id))
+        if not found:
+            raise InputError(f"target: {self.folder} names no eos_token_id: nothing would end an answer")
+        return list(dict.fromkeys(found))
+
+    @cached_property
+    def control_ids(self) -> list[int]:
+        """Ids that a draft must always be able to say: end of turn, thinking and tool markers.
+
+        All added tokens of the tokenizer, special or not (`</think>` and tool markers are often not).
+        """
+        return sorted({*self.end_of_turn_ids, *(int(i) for i in self.tokenizer.added_tokens_decoder)})
+
+    def head(self) -> Head:
+        """Read embedding, final norm and output rows; only the shards that hold them are opened."""
+        import torch
+
+        names = [self.family.prefix + name for name in (self.family.embedding, self.family.norm, self.family.lm_head)]
+        tied = bool(self.config.get("tie_word_embeddings", False))
+        tensors = self.tensors(names[:2] if tied else names)
+        embedding, norm = (tensors[name].to(torch.float32) for name in names[:2])
+        lm_head = embedding if tied else tensors[names[2]].to(torch.float32)
+        expected = (self.vocab_size, self.hidden_size)
+        for name, tensor in ((names[0], embedding), (names[2], lm_head)):
+            if tuple(tensor.shape) != expected:
+                raise InputError(
+                    f"target: {name} in {self.folder} is {tuple(tensor.shape)}, config.json says {expected}"
+                )
+        return Head(embedding, norm, lm_head, float(self._number("rms_norm_eps")))
+
+    def tensors(self, names: list[str]) -> "dict[str, torch.Tensor]":
+        """Read tensors by their full names from the safetensors shards."""
+        from safetensors import SafetensorError, safe_open
+
+        found: dict[str, torch.Tensor] = {}
+        for file, wanted in self._shards_of(names).items():
+            try:
+                with safe_open(file, framework="pt") as shard:
+                    found.update({name: shard.get_tensor(name) for name in wanted})
+            except (SafetensorError, OSError) as error:
+                raise InputError(f"target: {file} cannot be read: {_first_line(error)}") from None
+        return found
+
+    def _shards_of(self, names: list[str]) -> dict[Path, list[str]]:
+        index_file, single = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
+        if not index_file.is_file():
+            if not single.is_file():
+                raise InputError(f"target: {self.folder} has neither {single.name} nor {index_file.name}")
+            return {single: names}
+        index = _read_json(index_file).get("weight_map", {})
+        if missing := [name for name in names if name not in index]:
+            raise InputError(f"target: {index_file} lists no tensor named {missing[0]}")
+        shards: dict[Path, list[str]] = {}
+        for name in names:
+            shards.setdefault(self.folder / index[name], []).append(name)
+        return shards
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the model's configuration and weights, for run keys (see SAMPLED_BYTES)."""
+        weights = sorted(self.folder.glob("*.safetensors"))
+        return _hash_files([self.folder / "config.json", *weights])
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """Hash of everything but the weights: tokenizer, template, generation settings, remote code."""
+        skip = {".safetensors", ".bin", ".pt", ".gguf"}
+        return _hash_files(sorted(f for f in self.folder.iterdir() if f.is_file() and f.suffix not in skip))
+
+
+def _hash_files(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        if not path.is_file():
+            raise InputError(f"target: {path} is missing")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {size}\n".encode())
+            digest.update(file.read(SAMPLED_BYTES))
+            file.seek(max(0, size - SAMPLED_BYTES))
+            digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError:
+        raise InputError(f"target: {path} is missing or unreadable") from None
+    except ValueError as error:
+        raise InputError(f"target: {path} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"target: {path} is not a JSON object")
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
