@@ -1,0 +1,205 @@
+"""Hidden states as safetensors shards of many samples.
+
+T tokens of a shard, N samples, S tokens of one sample, L captured layers, H hidden size
+
+input_ids           int32 [T]
+loss_mask           bool  [T], true where the target's own words are to be predicted
+offsets             int64 [N + 1], sample n is rows offsets[n] to offsets[n + 1]
+aux_hidden_states   [T, L, H] in the run's dtype: what enters the layers `aux_layers`
+last_hidden_states  [T, H] in the run's dtype: the last layer's output, before the final norm
+
+Layer ids follow vLLM's serving convention: id i is the input of decoder layer i. The header's metadata
+holds one key, `aerie`, with JSON in it: safetensors writes several keys in random order, and equal
+states must give equal bytes.
+"""
+
+import json
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pipeline.errors import InputError
+from pipeline.store.manifest import Manifest, Shard, read_manifest
+from pipeline.store.samples import Sample
+from pipeline.store.tensors import write_tensors
+
+FORMAT = 1
+METADATA_KEY = "aerie"
+OPEN_SHARDS = 64
+"""Shards kept mapped at once: enough for a shuffled reader, far below the kernel's 65,530 mappings a process."""
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What a shard says about itself, as JSON in its metadata."""
+
+    format: int
+    run_key: str
+    aux_layers: list[int]
+    last_layer: int
+    sample_ids: list[str]
+    conversation_ids: list[str]
+
+
+@dataclass(frozen=True)
+class StatesSample:
+    """One sample on the CPU: int64 `input_ids_S`, bool `loss_mask_S`, states in the run's dtype."""
+
+    sample_id: str
+    input_ids_S: torch.Tensor
+    loss_mask_S: torch.Tensor
+    aux_states_SLH: torch.Tensor
+    last_states_SH: torch.Tensor
+
+
+def write_states(
+    path: Path,
+    samples: list[Sample],
+    aux_states_TLH: torch.Tensor,
+    last_states_TH: torch.Tensor,
+    *,
+    aux_layers: list[int],
+    last_layer: int,
+    run_key: str,
+) -> Shard:
+    """Write the states of `samples`, one after the other in the rows, atomically. Equal input gives equal bytes.
+
+    The tensors go to the file as they are, without a copy in memory. Raises OSError when the disk is full.
+    """
+    lengths = [len(sample.input_ids_S) for sample in samples]
+    assert sum(lengths) == len(aux_states_TLH) == len(last_states_TH), "rows and tokens differ"
+    assert aux_states_TLH.shape[1] == len(aux_layers), "layers and ids differ"
+    header = ShardHeader(
+        FORMAT,
+        run_key,
+        aux_layers,
+        last_layer,
+        [sample.sample_id for sample in samples],
+        [sample.conversation_id for sample in samples],
+    )
+    tensors = {
+        "input_ids": torch.from_numpy(np.concatenate([sample.input_ids_S for sample in samples]).astype(np.int32)),
+        "loss_mask": torch.from_numpy(np.concatenate([sample.loss_mask_S for sample in samples]).astype(np.bool_)),
+        "offsets": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int64),
+        "aux_hidden_states": aux_states_TLH.contiguous(),
+        "last_hidden_states": last_states_TH.contiguous(),
+    }
+    write_tensors(path, tensors, (METADATA_KEY, json.dumps(asdict(header), ensure_ascii=False)))
+    return Shard.describe(path, len(samples), sum(lengths))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What opening keeps of a shard: nothing that grows with the hidden size."""
+
+    path: Path
+    header: ShardHeader
+    offsets: np.ndarray
+    num_supervised: np.ndarray
+
+
+class StatesReader:
+    """The samples of a finished `hidden/` folder, in prepared order, each read when asked for.
+
+    Opening reads headers, offsets and masks, no states: 1 byte a token. Sizes are compared with the manifest,
+    checksums are not (`pipeline.store.verify` does that). A reader may be sent to or forked into other processes.
+    Raises InputError, naming the file, for an unfinished folder and for a missing, torn or foreign shard.
+    """
+
+    def __init__(self, folder: Path):
+        self.manifest: Manifest = read_manifest(folder, "extract")
+        self._parts = [_open_part(folder, shard, self.manifest) for shard in self.manifest.shards]
+        self._first_N = np.cumsum([0, *(len(part.header.sample_ids) for part in self._parts)]).tolist()
+        self._mapped: OrderedDict[int, Any] = OrderedDict()
+        self.lengths_N = np.concatenate([np.diff(part.offsets) for part in self._parts] or [np.zeros(0, np.int64)])
+        """Tokens of each sample, int64."""
+        self.num_supervised_N = np.concatenate([part.num_supervised for part in self._parts] or [np.zeros(0, np.int64)])
+        """Tokens of each sample that are to be predicted, int64."""
+        self.sample_ids = [i for part in self._parts for i in part.header.sample_ids]
+        self.conversation_ids = [i for part in self._parts for i in part.header.conversation_ids]
+
+    @property
+    def num_samples(self) -> int:
+        return self._first_N[-1]
+
+    def read(self, index: int) -> StatesSample:
+        """Sample `index`, copied out of the file: nothing of the shard stays in memory."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        number = bisect_right(self._first_N, index) - 1
+        part, row = self._parts[number], index - self._first_N[number]
+        rows = slice(int(part.offsets[row]), int(part.offsets[row + 1]))
+        shard = self._map(number)
+
+        def copy(name: str) -> torch.Tensor:
+            return shard.get_slice(name)[rows].clone()
+
+        return StatesSample(
+            part.header.sample_ids[row],
+            copy("input_ids").to(torch.int64),
+            copy("loss_mask"),
+            copy("aux_hidden_states"),
+            copy("last_hidden_states"),
+        )
+
+    def _map(self, number: int) -> Any:
+        if number not in self._mapped:
+            if len(self._mapped) >= OPEN_SHARDS:
+                self._mapped.popitem(last=False)
+            self._mapped[number] = _open(self._parts[number].path)
+        self._mapped.move_to_end(number)
+        return self._mapped[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": OrderedDict()}
+
+
+def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
+    """Raise InputError, naming the file, unless it is there, whole by its size, and of this run. No states are read."""
+    _open_part(folder, shard, manifest)
+
+
+def _open_part(folder: Path, shard: Shard, manifest: Manifest) -> _Part:
+    path = folder / shard.file
+    if not path.is_file():
+        raise _unusable(path, "is missing")
+    if path.stat().st_size != shard.size_bytes:
+        raise _unusable(path, f"has {path.stat().st_size} bytes, its manifest says {shard.size_bytes}")
+    file = _open(path)
+    try:
+        header = ShardHeader(**json.loads((file.metadata() or {})[METADATA_KEY]))
+        offsets = file.get_tensor("offsets").numpy().copy()
+        mask = file.get_tensor("loss_mask").numpy()
+        shapes = [file.get_slice(name).get_shape() for name in ("input_ids", "aux_hidden_states", "last_hidden_states")]
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise _unusable(path, f"holds no states of this format ({error})") from None
+    if header.format != FORMAT:
+        raise _unusable(path, f"has format {header.format}, this version reads {FORMAT}")
+    if header.run_key != manifest.run_key:
+        raise _unusable(path, f"belongs to run key {header.run_key[:12]}, its manifest to {manifest.run_key[:12]}")
+    tokens, hidden = shard.tokens, shapes[2][-1]
+    fits = shapes == [[tokens], [tokens, len(header.aux_layers), hidden], [tokens, hidden]]
+    lengths = np.diff(offsets)
+    if not fits or len(mask) != tokens or offsets[0] != 0 or offsets[-1] != tokens or (lengths < 1).any():
+        raise _unusable(path, "has tensors that do not fit its manifest")
+    if not len(lengths) == len(header.sample_ids) == len(header.conversation_ids) == shard.samples:
+        raise _unusable(path, "has other samples than its manifest")
+    supervised = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+    return _Part(path, header, offsets, np.diff(supervised[offsets]))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt").__enter__()  # maps the file; dropping the object unmaps it
+    except (SafetensorError, OSError) as error:
+        raise _unusable(path, f"cannot be read ({error})") from None
+
+
+def _unusable(path: Path, what: str) -> InputError:
+    return InputError(f"extract: {path} {what}. Run extract again: it makes this file again")

@@ -1,0 +1,257 @@
+"""Hidden-state shards: what is written is what is read, and nothing else is taken for it."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from pipeline.errors import InputError
+from pipeline.store import file_sha256, finish, read_manifest, run_key
+from pipeline.store.samples import Sample
+from pipeline.store.states import StatesReader, write_states
+
+LAYERS, LAST, HIDDEN = [1, 2, 3], 4, 8
+INPUTS = {"aux_layers": LAYERS}
+
+
+def make_samples(lengths: list[int], first: int = 0) -> list[Sample]:
+    random = np.random.default_rng(first)
+    return [
+        Sample(
+            f"sample-{first + n}",
+            f"conversation-{(first + n) // 2}",
+            random.integers(0, 300, length).astype(np.int32),
+            random.random(length) < 0.5,
+        )
+        for n, length in enumerate(lengths)
+    ]
+
+
+def states_of(samples: list[Sample], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(len(samples))
+    tokens = sum(len(sample.input_ids_S) for sample in samples)
+    return torch.randn(tokens, 3, HIDDEN).to(dtype), torch.randn(tokens, HIDDEN).to(dtype)
+
+
+def write_folder(folder: Path, shards: list[list[Sample]], dtype: torch.dtype = torch.float32):
+    folder.mkdir(parents=True, exist_ok=True)
+    states = [states_of(samples, dtype) for samples in shards]
+    lines = [
+        write_states(
+            folder / f"shard-{number:05d}.safetensors",
+            samples,
+            *states[number],
+            aux_layers=LAYERS,
+            last_layer=LAST,
+            run_key=run_key(INPUTS),
+        )
+        for number, samples in enumerate(shards)
+    ]
+    finish(folder, "extract", INPUTS, lines, {})
+    return states
+
+
+SHARDS = [make_samples([3, 1, 5]), make_samples([7], first=3), make_samples([2, 2], first=4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_sample_is_read_as_it_was_written(tmp_path: Path, dtype: torch.dtype):
+    states = write_folder(tmp_path, SHARDS, dtype)
+    reader = StatesReader(tmp_path)
+    samples = [sample for shard in SHARDS for sample in shard]
+    assert reader.num_samples == 6
+    assert reader.sample_ids == [sample.sample_id for sample in samples]
+    assert reader.conversation_ids == [sample.conversation_id for sample in samples]
+    assert reader.lengths_N.tolist() == [3, 1, 5, 7, 2, 2]
+    assert reader.num_supervised_N.tolist() == [int(sample.loss_mask_S.sum()) for sample in samples]
+    aux_TLH = torch.cat([aux for aux, _ in states])
+    last_TH = torch.cat([last for _, last in states])
+    ends = np.cumsum(reader.lengths_N)
+    for index in [5, 0, 3, 2, 1, 4]:
+        rows = slice(ends[index] - reader.lengths_N[index], ends[index])
+        sample = reader.read(index)
+        assert sample.sample_id == samples[index].sample_id
+        assert sample.input_ids_S.dtype == torch.int64
+        assert sample.input_ids_S.tolist() == samples[index].input_ids_S.tolist()
+        assert sample.loss_mask_S.dtype == torch.bool
+        assert sample.loss_mask_S.tolist() == samples[index].loss_mask_S.tolist()
+        assert torch.equal(sample.aux_states_SLH, aux_TLH[rows])
+        assert torch.equal(sample.last_states_SH, last_TH[rows])
+        assert sample.aux_states_SLH.dtype == dtype
+
+
+def test_a_sample_does_not_hold_its_shard_in_memory(tmp_path: Path):
+    """A view would: sent to another process, it takes the whole shard along."""
+    write_folder(tmp_path, SHARDS)
+    sample = StatesReader(tmp_path).read(1)
+    for tensor in (sample.aux_states_SLH, sample.last_states_SH, sample.loss_mask_S):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_index_out_of_range(tmp_path: Path):
+    write_folder(tmp_path, SHARDS)
+    for index in (-1, 6):
+        with pytest.raises(IndexError):
+            StatesReader(tmp_path).read(index)
+
+
+WRITE = """
+import sys, torch, numpy as np
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_states import SHARDS, write_folder
+write_folder(Path(sys.argv[1]), SHARDS)
+"""
+
+
+def test_equal_states_give_equal_bytes_in_every_process(tmp_path: Path):
+    """safetensors writes several metadata keys in another order in each process."""
+    write_folder(tmp_path / "here", SHARDS)
+    for number in range(2):
+        command = [sys.executable, "-c", WRITE.format(tests=str(Path(__file__).parent)), str(tmp_path / str(number))]
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+        for file in (tmp_path / "here").iterdir():
+            assert file_sha256(file) == file_sha256(tmp_path / str(number) / file.name), file.name
+
+
+def test_a_shard_may_be_read_by_others(tmp_path: Path):
+    """safetensors leaves its files readable by their owner alone."""
+    write_folder(tmp_path, SHARDS)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / "shard-00000.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "manifest.json",
+        *(f"shard-0000{n}.safetensors" for n in range(3)),
+    ]
+
+
+def test_reader_goes_to_other_processes(tmp_path: Path):
+    write_folder(tmp_path, SHARDS)
+    reader = StatesReader(tmp_path)
+    want = reader.read(4).last_states_SH
+    assert torch.equal(pickle.loads(pickle.dumps(reader)).read(4).last_states_SH, want)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_sum_of, (reader, 4)) == float(want.sum())
+
+
+def _sum_of(reader: StatesReader, index: int) -> float:
+    return float(reader.read(index).last_states_SH.sum())
+
+
+def test_more_shards_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_folder(tmp_path, SHARDS)
+    monkeypatch.setattr("pipeline.store.states.OPEN_SHARDS", 1)
+    reader = StatesReader(tmp_path)
+    assert [reader.read(n).sample_id for n in (0, 5, 3, 0)] == ["sample-0", "sample-5", "sample-3", "sample-0"]
+    assert len(reader._mapped) == 1
+
+
+def test_opening_reads_no_states(tmp_path: Path):
+    """11.7 TB of them at Kimi's size. Pages of mapped files that were touched count as resident."""
+    samples = make_samples([4000])
+    states = torch.zeros(4000, 4, 1000)
+    line = write_states(
+        tmp_path / "shard-00000.safetensors",
+        samples,
+        states[:, :3],
+        states[:, 3],
+        aux_layers=LAYERS,
+        last_layer=LAST,
+        run_key=run_key(INPUTS),
+    )
+    finish(tmp_path, "extract", INPUTS, [line], {})
+    before = _mapped_bytes()
+    reader = StatesReader(tmp_path)
+    assert _mapped_bytes() - before < line.size_bytes / 20
+    reader.read(0)
+    assert _mapped_bytes() - before > line.size_bytes / 2, "the measure does not see what is read"
+
+
+def _mapped_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssFile:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssFile")
+
+
+class TestUnusable:
+    """Each is one line that names the file."""
+
+    shard = "shard-00001.safetensors"
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        write_folder(tmp_path, SHARDS)
+        return tmp_path
+
+    def refused(self, folder: Path, *words: str) -> None:
+        with pytest.raises(InputError) as error:
+            StatesReader(folder)
+        assert "\n" not in str(error.value)
+        for word in (str(folder), *words):
+            assert word in str(error.value)
+
+    def test_no_manifest(self, folder: Path):
+        (folder / "manifest.json").unlink()
+        self.refused(folder, "not finished", "Run the extract step first")
+
+    def test_missing(self, folder: Path):
+        (folder / self.shard).unlink()
+        self.refused(folder, self.shard, "is missing")
+
+    def test_torn(self, folder: Path):
+        with (folder / self.shard).open("r+b") as file:
+            file.truncate(file.seek(0, 2) // 2)
+        self.refused(folder, self.shard, "bytes")
+
+    def test_not_safetensors(self, folder: Path):
+        (folder / self.shard).write_bytes(b"\xff" * (folder / self.shard).stat().st_size)
+        self.refused(folder, self.shard, "cannot be read")
+
+    def test_other_safetensors(self, folder: Path):
+        self.replaced(folder, {"weight": torch.ones(3)}, None)
+        self.refused(folder, self.shard, "no states of this format")
+
+    def test_later_format(self, folder: Path):
+        self.replaced(folder, {}, {"format": 2})
+        self.refused(folder, self.shard, "format 2")
+
+    def test_foreign_run(self, folder: Path):
+        self.replaced(folder, {}, {"run_key": "0123456789abcdef"})
+        self.refused(folder, self.shard, "0123456789ab")
+
+    def test_other_shapes(self, folder: Path):
+        self.replaced(folder, {"last_hidden_states": torch.ones(6, HIDDEN)}, {})
+        self.refused(folder, self.shard, "do not fit")
+
+    def test_offsets_that_skip_rows(self, folder: Path):
+        self.replaced(folder, {"offsets": torch.tensor([1, 7])}, {})
+        self.refused(folder, self.shard, "do not fit")
+
+    def test_other_samples(self, folder: Path):
+        self.replaced(folder, {}, {"sample_ids": ["a", "b"]})
+        self.refused(folder, self.shard, "other samples")
+
+    def replaced(self, folder: Path, tensors: dict[str, torch.Tensor], header: dict | None) -> None:
+        """Put a changed file in the shard's place, with a manifest whose size fits."""
+        from safetensors.torch import save_file
+
+        path = folder / self.shard
+        with safe_open(path, "pt") as file:
+            old = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            metadata = json.loads(file.metadata()["aerie"])
+        new = tensors if header is None else {**old, **tensors}
+        save_file(new, path, None if header is None else {"aerie": json.dumps({**metadata, **header})})
+        lines = list(read_manifest(folder, "extract").shards)
+        lines[1] = replace(lines[1], size_bytes=path.stat().st_size)
+        finish(folder, "extract", INPUTS, lines, {})
