@@ -69,7 +69,8 @@ class ExtractSection(Section):
     """Layers whose *input* feeds the draft, in vLLM's serving convention (0 is the embedding's output, the number
     of layers is the last layer's output before the final norm). Default: 2, middle, last but two."""
     max_batched_tokens: Count = 8192
-    """Tokens in one forward pass. More is faster until activations no longer fit; 8192 x 7168 bf16 is 117 MB a layer."""
+    """Tokens in one forward pass. More is faster until activations no longer fit; 8192 x 7168 bf16 is
+    117 MB a layer."""
     max_num_seqs: Count = 32
     """Samples in one forward pass."""
     shard_tokens: Count = 65536
@@ -135,6 +136,8 @@ class TrainSection(Section):
     """Share of conversations held back to choose the best checkpoint."""
     checkpoint_steps: Count | None = None
     """Save and validate every so many steps. Default: at the end of each epoch."""
+    threads: Count | None = None
+    """CPU threads of each process. Default: all cores, divided among the processes of this machine."""
     keep_checkpoints: Count = 2
     """Checkpoints kept, beside the best."""
     autocast: bool = True
@@ -147,17 +150,22 @@ class EvaluateSection(Section):
     """Step 5: what the draft is worth on prompts that it has not seen."""
 
     engine: Literal["auto", "reference", "vllm"] = "auto"
-    """`vllm`: the pinned engine decodes (GPU). `reference`: exact verification in transformers. `auto`: vllm with a GPU."""
+    """`vllm`: the pinned engine decodes (GPU). `reference`: exact verification in transformers, on any machine.
+    `auto`: vllm with a GPU, reference without."""
     prompts: list[str] = []
     """JSONL files with held-out prompts (`prompt`, `turns` or `messages`)."""
-    num_draft_tokens: Count = 3
+    num_speculative_tokens: Count = 3
     """Draft tokens per step: acceptance length is at most this plus one (the bonus token)."""
     max_new_tokens: Count = 128
     """Longest answer in tokens."""
     temperature: float = Field(0.0, ge=0)
-    """0 is greedy; otherwise speculative sampling, which keeps the target's distribution."""
+    """0 is greedy; otherwise the target's distribution is kept by verification."""
     limit: Count | None = None
     """Use only the first so many prompts."""
+    batch_size: Count = 1
+    """Prompts decoded at once. 1 measures the speed of a single stream, the one that a draft is for."""
+    python: str | None = None
+    """Python of the environment whose vLLM decodes (engine `vllm`), when it is not this one."""
 
 
 class Run(BaseSettings):

@@ -31,6 +31,26 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside `path`; on leaving it is synced and takes `path`'s place, on an error removed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        _sync_folder(temporary)
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write `data` to `path` atomically."""
     with atomic_path(path) as temporary:

@@ -1,0 +1,71 @@
+"""Decode with vLLM, with or without a draft, and write down what its counters say.
+
+    PYTHON vllm_decode.py JOB.json RESULT.json
+
+Runs in a process of its own, so that GPU memory is free again afterwards, and under any Python whose vLLM
+can decode speculatively: it imports vLLM and the standard library only. See pipeline.evaluate.vllm_engine
+for what JOB.json holds.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def decode(job: dict[str, Any]) -> dict[str, Any]:
+    """Answer the prompts of a job. Returns ids, seconds and vLLM's speculative-decoding counters."""
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job["engine"])
+    sampling = SamplingParams(
+        temperature=job["temperature"],
+        seed=job["seed"],
+        max_tokens=job["max_new_tokens"],
+        stop_token_ids=job["stop_ids"],
+        detokenize=False,
+    )
+    prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    llm.generate(prompts[:1], sampling, use_tqdm=False)  # what is compiled and captured at first use is not timed
+    before = _counters(llm)
+    begun = time.perf_counter()
+    outputs = llm.generate(prompts, sampling)
+    seconds = time.perf_counter() - begun
+    after = _counters(llm)
+    return {
+        "vllm": vllm.__version__,
+        "seconds": seconds,
+        "answers": [list(output.outputs[0].token_ids) for output in outputs],
+        "counters": {name: _minus(after[name], before[name]) for name in after},
+    }
+
+
+def _counters(llm: Any) -> dict[str, Any]:
+    wanted = "vllm:spec_decode_"
+    return {
+        metric.name.removeprefix(wanted): getattr(metric, "value", None) or getattr(metric, "values", 0)
+        for metric in llm.get_metrics()
+        if metric.name.startswith(wanted)
+    }
+
+
+def _minus(after: Any, before: Any) -> Any:
+    if isinstance(after, list):
+        return [a - b for a, b in zip(after, before or [0] * len(after), strict=True)]
+    return after - before
+
+
+def main() -> None:
+    """Read the job, decode, write the result."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    Path(sys.argv[2]).write_text(json.dumps(decode(job)))
+
+
+if __name__ == "__main__":
+    main()

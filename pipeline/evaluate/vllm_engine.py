@@ -1,0 +1,103 @@
+"""Engine `vllm`: vLLM decodes with the draft, then without, and its own counters are read."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Run
+from pipeline.errors import ConfigError, InputError
+from pipeline.evaluate.counts import Counts, Outcome, Question
+from pipeline.target import Target
+
+ROOM_TOKENS = 16
+"""Added to the longest answer: what is drafted past the end must fit the model length as well."""
+
+
+class VllmEngine:
+    """Serves the target with the draft, as `vllm serve --speculative-config` would."""
+
+    def __init__(self, config: Run, target: Target, draft_folder: Path):
+        self.config, self.target, self.draft_folder = config, target, draft_folder
+        self.python = config.evaluate.python or sys.executable
+        if config.evaluate.python is None and not _has_gpu():
+            raise ConfigError(
+                "evaluate: the installed vLLM cannot decode speculatively without a GPU. Set evaluate.engine to "
+                "reference, or evaluate.python to the Python of an environment whose vLLM can"
+            )
+
+    def answer(self, question: Question) -> Outcome:
+        """Decode with and without the draft; `more` holds both speeds in tokens/s and whether the answers agree."""
+        spec = {
+            "method": "eagle3",
+            "model": str(self.draft_folder.resolve()),
+            "num_speculative_tokens": question.num_speculative_tokens,
+        }
+        drafted = self._decode(question, {"speculative_config": spec})
+        plain = self._decode(question, {})
+        counters = drafted["counters"]
+        per_position = [int(n) for n in counters["num_accepted_tokens_per_pos"]]
+        tokens = sum(map(len, drafted["answers"]))
+        counts = Counts(int(counters["num_drafts"]), per_position, tokens)
+        speed, alone = (_tokens_per_second(result) for result in (drafted, plain))
+        same = sum(a == b for a, b in zip(drafted["answers"], plain["answers"], strict=True))
+        more = {
+            "vllm": drafted["vllm"],
+            "tokens_per_second": speed,
+            "tokens_per_second_without_draft": alone,
+            "speedup": speed / alone,
+            "answers_equal_without_draft": same,
+        }
+        return Outcome([counts], drafted["answers"], more)
+
+    def _decode(self, question: Question, more: dict[str, Any]) -> dict[str, Any]:
+        section = self.config.target
+        longest = max(map(len, question.prompts)) + question.max_new_tokens + ROOM_TOKENS
+        job = {
+            "engine": {
+                "model": str(self.target.folder.resolve()),
+                "trust_remote_code": section.trust_remote_code,
+                "dtype": section.dtype,
+                "tensor_parallel_size": section.tensor_parallel_size,
+                "gpu_memory_utilization": section.gpu_memory_utilization,
+                "max_model_len": longest,
+                "max_num_seqs": self.config.evaluate.batch_size,
+                "enable_prefix_caching": False,
+                "disable_log_stats": False,
+                "seed": question.seed,
+                **more,
+            },
+            "prompts": question.prompts,
+            "stop_ids": question.stop_ids,
+            "max_new_tokens": question.max_new_tokens,
+            "temperature": question.temperature,
+            "seed": question.seed,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
+            job_file.write_text(json.dumps(job))
+            script = Path(__file__).with_name("vllm_decode.py")
+            environment = {"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
+            try:
+                done = subprocess.run([self.python, script, job_file, result_file], env=environment, check=False)
+            except OSError as error:
+                raise ConfigError(f"evaluate: evaluate.python {self.python} cannot be run ({error})") from None
+            if done.returncode != 0:
+                raise InputError(
+                    f"evaluate: vLLM stopped with exit code {done.returncode}; its own message is above. "
+                    "evaluate.engine reference needs no vLLM"
+                )
+            return json.loads(result_file.read_text())
+
+
+def _tokens_per_second(result: dict[str, Any]) -> float:
+    return sum(map(len, result["answers"])) / result["seconds"]
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,136 @@
+"""Samples packed into rows of a fixed length, in an order that only the seed and the epoch decide.
+
+A row holds whole samples; nothing is cut. Which rows make up step n does not depend on the number of
+processes, so that two processes see what one would, and a stopped run goes on where it was.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import InputError
+from pipeline.store.states import StatesReader
+
+PADDING = -1
+"""Document id of the unused end of a row."""
+
+
+@dataclass
+class Row:
+    """R tokens, several samples one after the other, the rest padding.
+
+    `supervised_R[j]` is true where the token after j, in the same sample, is one of the target's own words.
+    """
+
+    tokens_R: Tensor
+    positions_R: Tensor
+    document_R: Tensor
+    supervised_R: Tensor
+    aux_RLH: Tensor
+    last_RH: Tensor
+    documents: list[tuple[int, int]]
+
+    def to(self, device: torch.device) -> "Row":
+        """The same row on a device."""
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return Row(**moved, documents=self.documents)
+
+
+def split_by_conversation(conversation_ids: list[str], share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Indices for training and for validation; all samples of a conversation are on one side.
+
+    `share` is that of conversations; at least one when it is above 0 and there are two or more.
+    """
+    names = sorted(set(conversation_ids))
+    count = min(math.ceil(share * len(names)), len(names) - 1)
+    held_back = {names[i] for i in np.random.default_rng(seed).permutation(len(names))[:count]}
+    train = [i for i, name in enumerate(conversation_ids) if name not in held_back]
+    return train, [i for i, name in enumerate(conversation_ids) if name in held_back]
+
+
+def pack(samples: list[int], lengths_N: np.ndarray, row_length: int, seed: tuple[int, ...]) -> list[list[int]]:
+    """Rows of sample indices: samples in seeded random order, each into the first open row that has room.
+
+    Raises InputError for a sample longer than a row.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    first_open = 0
+    for i in (samples[j] for j in np.random.default_rng(seed).permutation(len(samples))):
+        length = int(lengths_N[i])
+        if length > row_length:
+            raise InputError(
+                f"train: a sample has {length} tokens, a row {row_length}. "
+                f"Set train.tokens_per_row to {length} or more, or target.max_length to {row_length} and prepare again"
+            )
+        place = next((r for r in range(first_open, len(rows)) if room[r] >= length), None)
+        if place is None:
+            place = len(rows)
+            rows.append([])
+            room.append(row_length)
+        rows[place].append(i)
+        room[place] -= length
+        first_open = max(first_open, len(rows) - 64)  # first fit over the newest 64 rows: linear time, 1-3 % padding
+    return rows
+
+
+class Rows:
+    """The rows of each epoch and step, read from `hidden/` when asked for."""
+
+    def __init__(self, reader: StatesReader, samples: list[int], row_length: int, seed: int, rows_per_step: int):
+        self.reader, self.samples, self.row_length = reader, samples, row_length
+        self.seed, self.rows_per_step = seed, rows_per_step
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+
+    def of_epoch(self, epoch: int) -> list[list[int]]:
+        """All rows of an epoch, as sample indices."""
+        if self._epoch[0] != epoch:
+            rows = pack(self.samples, self.reader.lengths_N, self.row_length, (self.seed, epoch))
+            self._epoch = (epoch, rows)
+        return self._epoch[1]
+
+    def steps_in(self, epoch: int) -> int:
+        """Optimiser steps of an epoch; the last one may hold fewer rows."""
+        return math.ceil(len(self.of_epoch(epoch)) / self.rows_per_step)
+
+    def of_step(self, epoch: int, step: int, rank: int, world: int) -> list[list[int]]:
+        """This process's rows of a step; empty rows fill up, so that every process has equally many."""
+        rows = self.of_epoch(epoch)[step * self.rows_per_step : (step + 1) * self.rows_per_step]
+        rows += [[]] * (-len(rows) % world)
+        return rows[rank::world]
+
+    def load(self, row: list[int]) -> Row:
+        """Read a row's samples and lay them out."""
+        return lay_out(self.reader, row, self.row_length)
+
+
+def lay_out(reader: StatesReader, samples: list[int], length: int) -> Row:
+    """Read samples and put them one after the other into a row of `length` tokens."""
+    totals = reader.manifest.totals
+    layers, hidden, dtype = len(totals["aux_layers"]), totals["hidden_size"], getattr(torch, totals["dtype"])
+    row = Row(
+        torch.zeros(length, dtype=torch.long),
+        torch.zeros(length, dtype=torch.long),
+        torch.full((length,), PADDING),
+        torch.zeros(length, dtype=torch.bool),
+        torch.zeros(length, layers, hidden, dtype=dtype),
+        torch.zeros(length, hidden, dtype=dtype),
+        [],
+    )
+    start = 0
+    for number, index in enumerate(samples):
+        sample = reader.read(index)
+        size = len(sample.input_ids_S)
+        place = slice(start, start + size)
+        row.tokens_R[place] = sample.input_ids_S
+        row.positions_R[place] = torch.arange(size)
+        row.document_R[place] = number
+        row.supervised_R[start : start + size - 1] = sample.loss_mask_S[1:]
+        row.aux_RLH[place] = sample.aux_states_SLH
+        row.last_RH[place] = sample.last_states_SH
+        row.documents.append((start, start + size))
+        start += size
+    return row

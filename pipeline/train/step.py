@@ -1,0 +1,169 @@
+"""The step itself: checks, set-up of processes and model, the loop, the manifest."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.config import Run
+from pipeline.errors import ConfigError, InputError
+from pipeline.store import Shard, claim, exclusive, finish, require_space
+from pipeline.store.states import StatesReader
+from pipeline.target import Target
+from pipeline.train.checkpoint import Keeper, Progress, newest, restore
+from pipeline.train.data import Rows, split_by_conversation
+from pipeline.train.draft import Draft, draft_config
+from pipeline.train.loop import Place, Trainer
+from pipeline.train.loss import TargetHead
+from pipeline.train.report import Reporter
+from pipeline.vocab import load_map
+
+WITHOUT_EFFECT_ON_BYTES = {"tracker", "threads", "keep_checkpoints"}
+
+
+def run(config: Run) -> None:
+    """Train the draft of a run, or go on with it, or say that it is done.
+
+    Raises MismatchError for checkpoints of other settings, InputError for unfinished predecessors.
+    """
+    with ExitStack() as stack:
+        place = stack.enter_context(_processes(config.train.threads))
+        folder = config.folder("checkpoints")
+        target, reader = Target(config.target), StatesReader(config.folder("hidden"))
+        maps = load_map(config.folder("vocab"))
+        inputs = _inputs(config, reader)
+        if place.first:
+            stack.enter_context(exclusive(folder, "train"))
+            done = claim(folder, "train", inputs)
+            if done:
+                print(f"train  already done: {folder / 'best'}, acceptance length {_shown(done.totals)} on validation")
+        finished = _from_first(place, place.first and done is not None)
+        if finished:
+            return
+        totals = _train(config, place, target, reader, maps, folder)
+        if place.first:
+            finish(folder, "train", inputs, _files(folder), totals)
+            print(
+                f"train  {folder / 'best'}: acceptance length {_shown(totals)} on {totals['validation_samples']:,} "
+                f"validation samples, {totals['steps']:,} steps, {totals['tokens_per_second']:,.0f} tok/s"
+            )
+
+
+def _train(
+    config: Run, place: Place, target: Target, reader: StatesReader, maps: tuple[Tensor, Tensor], folder: Path
+) -> dict[str, Any]:
+    section, (d2t_D, t2d_V) = config.train, maps
+    train, validation = split_by_conversation(reader.conversation_ids, section.validation_share, config.seed)
+    _refuse_nothing_to_learn(reader, train)
+    head = target.head()
+    kept_D = d2t_D + torch.arange(len(d2t_D))
+    draft = Draft(draft_config(target, section, reader.manifest.totals["aux_layers"], len(d2t_D)), head.embedding_VH)
+    draft.initialise(config.seed, head.norm_H, head.lm_head_VH[kept_D])
+    draft.to(place.device)
+    size = sum(parameter.numel() for parameter in draft.parameters())
+    if place.first:
+        require_space(folder, 16 * size * (section.keep_checkpoints + 2), "train")  # weights, two moments, the draft
+
+    def rows(samples: list[int]) -> Rows:
+        return Rows(reader, samples, section.tokens_per_row, config.seed, section.rows_per_step)
+
+    head_of_target = TargetHead(head, kept_D, place.device)
+    trainer = Trainer(
+        draft, head_of_target, rows(train), rows(validation) if validation else None, section, place, config.seed
+    )
+    start = newest(folder)
+    progress = restore(start, draft, trainer.optimizer) if start else Progress()
+    full_vocabulary = len(d2t_D) == len(t2d_V)  # vLLM refuses a mapping where there is nothing to map
+    keeper = Keeper(folder, {} if full_vocabulary else {"d2t": d2t_D, "t2d": t2d_V}, section.keep_checkpoints)
+    with Reporter(config, folder, trainer.total_steps, progress, enabled=place.first) as report:
+        report.begin(len(train), len(validation), size)
+        trainer.run(progress, lambda p: keeper(draft, trainer.optimizer, p) if place.first else None, report)
+    return {
+        "acceptance_length": keeper.best_value() if place.first and validation else None,
+        "steps": progress.step,
+        "tokens_per_second": progress.tokens / max(progress.seconds, 1e-9),
+        "seconds": progress.seconds,
+        "train_samples": len(train),
+        "validation_samples": len(validation),
+        "parameters": size,
+    }
+
+
+def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:
+    from pipeline.store import read_manifest
+
+    section = config.train.model_dump(mode="json", exclude=WITHOUT_EFFECT_ON_BYTES)
+    vocab = read_manifest(config.folder("vocab"), "vocab")
+    return {
+        "hidden": reader.manifest.run_key,
+        "vocab": vocab.run_key,
+        "seed": config.seed,
+        "dtype": config.target.dtype,
+        **section,
+    }
+
+
+def _refuse_nothing_to_learn(reader: StatesReader, train: list[int]) -> None:
+    if not train:
+        raise InputError("train: all samples went to validation. Prepare more conversations")
+    if not reader.num_supervised_N[train].any():
+        raise InputError("train: no token of the training samples is supervised. Look at prepared/rejected.jsonl")
+
+
+class _processes:  # noqa: N801 (used as a function)
+    """This process's place among torchrun's, and its device; the process group ends with the block."""
+
+    def __init__(self, threads: int | None):
+        self.threads = threads
+
+    def __enter__(self) -> Place:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        local, local_world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cuda = torch.cuda.is_available()
+        if cuda and local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"train: process {local} of this machine has no GPU: there are {torch.cuda.device_count()}"
+            )
+        device = torch.device("cuda", local) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(self.threads or max(1, len(os.sched_getaffinity(0)) // local_world))
+        if world > 1:
+            dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        return Place(rank, world, device)
+
+    def __exit__(self, *_: object) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _from_first(place: Place, value: bool) -> bool:
+    if place.world == 1:
+        return value
+    shared = torch.tensor([int(value)], device=place.device)
+    dist.broadcast(shared, 0)
+    return bool(shared.item())
+
+
+def _files(folder: Path) -> list[Shard]:
+    checkpoint = (folder / "best").resolve()
+    return [
+        Shard(f"{checkpoint.name}/{path.name}", **_measured(path))
+        for path in sorted(checkpoint.iterdir())
+        if path.is_file()
+    ]
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    shard = Shard.describe(path, 0, 0)
+    return {"samples": 0, "tokens": 0, "size_bytes": shard.size_bytes, "sha256": shard.sha256}
+
+
+def _shown(totals: dict[str, Any]) -> str:
+    value = totals["acceptance_length"]
+    return "unknown" if value is None else f"{value:.2f}"
