@@ -6,7 +6,7 @@ other settings is refused before it touches anything.
 """
 
 from pipeline.store.atomic import atomic_path, exclusive, file_sha256, require_space, write_bytes, write_json
-from pipeline.store.manifest import Manifest, Shard, claim, finish, read_manifest, run_key, verify
+from pipeline.store.manifest import Manifest, Shard, claim, finish, read_manifest, release, run_key, verify
 
 __all__ = [
     "Manifest",
@@ -17,6 +17,7 @@ __all__ = [
     "file_sha256",
     "finish",
     "read_manifest",
+    "release",
     "require_space",
     "run_key",
     "verify",

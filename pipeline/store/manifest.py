@@ -71,6 +71,11 @@ def claim(folder: Path, step: str, inputs: dict[str, Any]) -> Manifest | None:
     return None
 
 
+def release(folder: Path) -> None:
+    """Give up a folder that `claim` began and in which nothing is worth keeping: other inputs may then claim it."""
+    (folder / "plan.json").unlink(missing_ok=True)
+
+
 def finish(folder: Path, step: str, inputs: dict[str, Any], shards: list[Shard], totals: dict[str, Any]) -> Manifest:
     """Declare a folder complete: write its manifest, last and atomically."""
     inputs = json.loads(json.dumps(inputs))

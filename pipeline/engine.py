@@ -1,0 +1,97 @@
+"""vLLM's offline engine: how every step that needs one starts it.
+
+Only what all steps share is here; a step adds its own arguments. Nothing of vLLM is imported before it is asked
+for, and the environment is set before that: vLLM reads it once.
+"""
+
+import os
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import Run
+from pipeline.errors import InputError
+from pipeline.target import Target
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CPU_KV_CACHE_GB = 4
+"""Memory for keys and values on the CPU. vLLM's own default is half of the machine's."""
+
+
+def quiet_environment() -> None:
+    """Set what vLLM reads from the environment, where the user has not. Call it before vLLM is imported.
+
+    Warnings and errors only. CUDA: worker processes must be spawned ("Cannot re-initialize CUDA in forked
+    subprocess" otherwise). CPU: the engine stays in this process, which starts sooner than a second one; its threads
+    are not bound to cores, because that would bind this process too, for whatever it does after the engine.
+    """
+    settings = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
+    if on_cpu():
+        settings |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GB),
+        }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def on_cpu() -> bool:
+    """Whether vLLM runs on the CPU here: its CPU build is installed, or the machine shows no NVIDIA device."""
+    return version().startswith("vllm-cpu") or not os.path.exists("/dev/nvidiactl")  # noqa: PTH110
+
+
+def version() -> str:
+    """Name and version of the installed engine, for run keys, without importing it (that takes ten seconds)."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    raise InputError("engine: vLLM is not installed in this environment. Run `make setup`, or use the image")
+
+
+def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:
+    """Keyword arguments for vLLM's `LLM` (or `EngineArgs`), the same on CPU and GPU; `more` adds and overrides.
+
+    The engine gets token ids and gives token ids, so it loads no tokenizer. Prefix caching is off: it would hand out
+    states and numerics that depend on what was asked before. The model's own generation defaults (a temperature in
+    generation_config.json) are not applied: ours are explicit.
+    """
+    section = config.target
+    arguments: dict[str, Any] = {
+        "model": str(Target(section).folder),
+        "skip_tokenizer_init": True,
+        "trust_remote_code": section.trust_remote_code,
+        "dtype": section.dtype,
+        "tensor_parallel_size": section.tensor_parallel_size,
+        "max_model_len": section.max_length,
+        "enable_prefix_caching": False,
+        "generation_config": "vllm",
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "seed": config.seed,
+    }
+    if not on_cpu():
+        arguments["gpu_memory_utilization"] = section.gpu_memory_utilization
+    return arguments | more
+
+
+def start(config: Run, step: str, **more: Any) -> "LLM":
+    """Start the engine. Raises InputError, with vLLM's own reason in one line, for settings that it refuses."""
+    quiet_environment()
+    arguments = engine_arguments(config, **more)
+    from vllm import LLM
+
+    try:
+        return LLM(**arguments)
+    except (ValueError, NotImplementedError) as error:
+        raise InputError(f"{step}: vLLM does not start on {arguments['model']}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of a many-line message (pydantic's) that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = next((line for line in lines if line.startswith("Value error, ")), lines[0])
+    return line.removeprefix("Value error, ")[:300]
