@@ -31,6 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     step, config_file = options.pop("step"), options.pop("config")
     try:
         config = load(config_file, _nested(options))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return run_step(step, config)
+
+
+def run_step(step: str, config: Run) -> int:
+    """Run a step with its errors told in a line. Returns the exit code."""
+    try:
         importlib.import_module(STEPS[step][0]).run(config)
     except UserError as error:
         print(error, file=sys.stderr)

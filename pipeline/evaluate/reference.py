@@ -81,7 +81,8 @@ class ReferenceEngine:
     def _write(self, prompts: list[list[int]], question: Question) -> list[list[int]]:
         """The target's own answers, each written on past its end by what verification may look at."""
         longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        padding = next(i for i in range(len(prompts) + 1) if all(i != prompt[-1] for prompt in prompts))
+        ids = torch.tensor([[padding] * (longest - len(p)) + p for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         beyond = question.num_speculative_tokens + 1
         torch.manual_seed(question.seed)
@@ -91,7 +92,7 @@ class ReferenceEngine:
             attention_mask=mask,
             max_new_tokens=question.max_new_tokens + beyond,
             eos_token_id=None,
-            pad_token_id=0,
+            pad_token_id=padding,
             stopping_criteria=[_ended_before(longest, set(question.stop_ids), beyond)],
             **(sampling if question.temperature > 0 else {"do_sample": False}),
         )

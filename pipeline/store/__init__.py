@@ -5,12 +5,21 @@ is written last. While a step works, `plan.json` says with which settings, so th
 other settings is refused before it touches anything.
 """
 
-from pipeline.store.atomic import atomic_path, exclusive, file_sha256, require_space, write_bytes, write_json
+from pipeline.store.atomic import (
+    atomic_folder,
+    atomic_path,
+    exclusive,
+    file_sha256,
+    require_space,
+    write_bytes,
+    write_json,
+)
 from pipeline.store.manifest import Manifest, Shard, claim, finish, read_manifest, release, run_key, verify
 
 __all__ = [
     "Manifest",
     "Shard",
+    "atomic_folder",
     "atomic_path",
     "claim",
     "exclusive",

@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.errors import InputError
-from pipeline.store import write_json
-from pipeline.store.atomic import atomic_folder
+from pipeline.store import atomic_folder, write_json
 from pipeline.train.draft import Draft
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
