@@ -26,12 +26,18 @@ def quiet_environment() -> None:
     subprocess" otherwise). CPU: the engine stays in this process, which starts sooner than a second one; its threads
     are not bound to cores, because that would bind this process too, for whatever it does after the engine.
     """
-    settings = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
+    settings = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
     if on_cpu():
         settings |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GB),
+            "VLLM_MLA_DISABLE": "1",  # latent attention has no CPU kernel; the same attention without it has
         }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
@@ -40,6 +46,11 @@ def quiet_environment() -> None:
 def on_cpu() -> bool:
     """Whether vLLM runs on the CPU here: its CPU build is installed, or the machine shows no NVIDIA device."""
     return version().startswith("vllm-cpu") or not os.path.exists("/dev/nvidiactl")  # noqa: PTH110
+
+
+def custom_ops() -> list[str]:
+    """vLLM's `custom_ops`. Its CPU rotary kernel is wrong for DeepSeek's 3-D queries: PyTorch's own is taken there."""
+    return ["-rotary_embedding"] if on_cpu() else []
 
 
 def version() -> str:
@@ -71,7 +82,9 @@ def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:
         "generation_config": "vllm",
         "enforce_eager": True,
         "disable_log_stats": True,
+        "use_tqdm_on_load": not on_cpu(),
         "seed": config.seed,
+        "compilation_config": {"custom_ops": custom_ops()},
     }
     if not on_cpu():
         arguments["gpu_memory_utilization"] = section.gpu_memory_utilization
@@ -85,12 +98,13 @@ def start(config: Run, step: str, **more: Any) -> "LLM":
     from vllm import LLM
 
     try:
-        return LLM(**arguments)
+        with _stdout_silenced():
+            return LLM(**arguments)
     except (ValueError, NotImplementedError) as error:
-        raise InputError(f"{step}: vLLM does not start on {arguments['model']}: {_reason(error)}") from error
+        raise InputError(f"{step}: vLLM does not start on {arguments['model']}: {reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The line of a many-line message (pydantic's) that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     line = next((line for line in lines if line.startswith("Value error, ")), lines[0])

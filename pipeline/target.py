@@ -150,6 +150,11 @@ class Target:
                 self.folder, trust_remote_code=self.section.trust_remote_code, local_files_only=True
             )
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            if "trust_remote_code" in str(error):
+                raise InputError(
+                    f"target: the tokenizer of {self.folder} is code that comes with the model. "
+                    "Read it, then set target.trust_remote_code (and target.revision)"
+                ) from error
             raise InputError(f"target: the tokenizer of {self.folder} does not load: {_first_line(error)}") from error
         if not tokenizer.chat_template:
             raise InputError(f"target: the tokenizer of {self.folder} has no chat template")

@@ -77,7 +77,7 @@ class Journal:
 
 def _parse(line: bytes) -> tuple[str, Any] | None:
     checksum, _, body = line.removesuffix(b"\n").partition(b" ")
-    if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(body):
+    if checksum != b"%08x" % zlib.crc32(body):
         return None
     key, value = json.loads(body)
     return key, value
