@@ -5,6 +5,9 @@ for, and the environment is set before that: vLLM reads it once.
 """
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -98,10 +101,42 @@ def start(config: Run, step: str, **more: Any) -> "LLM":
     from vllm import LLM
 
     try:
-        with _stdout_silenced():
+        with stdout_silenced():
             return LLM(**arguments)
     except (ValueError, NotImplementedError) as error:
         raise InputError(f"{step}: vLLM does not start on {arguments['model']}: {reason(error)}") from error
+
+
+@contextmanager
+def stdout_silenced() -> Iterator[None]:
+    """While the engine starts: gloo prints lines to stdout from C++, in this process and in workers started here.
+
+    vLLM's own logs are on stderr, see `quiet_environment`.
+    """
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    with open(os.devnull, "w") as null:  # noqa: PTH123
+        os.dup2(null.fileno(), 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+@contextmanager
+def _stdout_silenced() -> Iterator[None]:
+    """Keep C++ libraries' remarks (Gloo's "Rank 0 is connected ...") off the terminal; logs go to stderr."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def reason(error: Exception) -> str:

@@ -6,7 +6,6 @@ Weights are drawn wide, so that every layer changes the states by far more than 
 S tokens, H hidden, V vocabulary
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -60,7 +59,7 @@ def save_tiny_llama(folder: Path) -> Path:
 
 
 def save_tiny_deepseek(folder: Path) -> Path:
-    """Six layers: latent attention with yarn, a dense first layer, then experts of which two of eight answer."""
+    """Five layers: latent attention with yarn, two dense layers, then three with experts, two of four at a time."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(
@@ -68,15 +67,17 @@ def save_tiny_deepseek(folder: Path) -> Path:
         hidden_size=128,
         intermediate_size=256,
         moe_intermediate_size=64,
-        num_hidden_layers=6,
+        num_hidden_layers=5,
         num_attention_heads=4,
         num_key_value_heads=4,
         n_shared_experts=1,
-        n_routed_experts=8,
+        n_routed_experts=4,
         num_experts_per_tok=2,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
         n_group=1,
         topk_group=1,
-        first_k_dense_replace=1,
+        first_k_dense_replace=2,
         routed_scaling_factor=2.5,
         norm_topk_prob=True,
         q_lora_rank=64,
@@ -96,7 +97,7 @@ def save_tiny_deepseek(folder: Path) -> Path:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        rms_norm_eps=1e-5,
+        rms_norm_eps=1e-6,  # transformers norms the latent vectors with 1e-6 whatever this says, vLLM with this
         tie_word_embeddings=False,
         eos_token_id=258,
         bos_token_id=None,
@@ -124,36 +125,58 @@ def _save(model_class, config, folder: Path) -> Path:
     return folder
 
 
-def reference_states(folder: Path, prompts: list[list[int]]) -> list[dict[int, torch.Tensor]]:
-    """For each prompt, run alone in float32: layer id -> [S, H]. Id i is what enters decoder layer i, the number of
-    layers what enters the final norm. Recorded by hooks: `output_hidden_states` norms its last entry."""
-    from transformers import AutoModelForCausalLM
+class Reference:
+    """Hugging Face's states of each prompt, run alone in float32, by hooks: `output_hidden_states` norms its last."""
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    seen: dict[int, torch.Tensor] = {}
+    def __init__(self, folder: Path):
+        from transformers import AutoModelForCausalLM
 
-    def keep(layer: int):
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._modules = [*self._model.model.layers, self._model.model.norm]
+        self._known: dict[tuple[int, ...], tuple[dict[int, torch.Tensor], float]] = {}
+        self._seen: dict[int, torch.Tensor] = {}
+        for layer, module in enumerate(self._modules):
+            module.register_forward_pre_hook(self._keep(layer), with_kwargs=True)
+        self._gaps: list[float] = []
+        for name, module in self._model.named_modules():
+            if name.endswith("mlp.gate"):
+                module.register_forward_hook(self._keep_gap)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._modules) - 1
+
+    def states(self, prompt: list[int]) -> dict[int, torch.Tensor]:
+        """Layer id -> [S, H]. Id i is what enters decoder layer i, the number of layers what enters the final norm."""
+        return self._run(prompt)[0]
+
+    def is_decisive(self, prompt: list[int]) -> bool:
+        """Whether every choice of experts is clear: at a tie, rounding decides, and then other experts answer."""
+        return self._run(prompt)[1] > 1e-5
+
+    def _run(self, prompt: list[int]) -> tuple[dict[int, torch.Tensor], float]:
+        key = tuple(prompt)
+        if key not in self._known:
+            self._gaps.clear()
+            with torch.no_grad():
+                self._model.model(torch.tensor([prompt]), use_cache=False)
+            self._known[key] = dict(self._seen), min(self._gaps, default=1.0)
+        return self._known[key]
+
+    def _keep_gap(self, gate, args, _output) -> None:
+        """The smallest distance between the last expert chosen and the first one not chosen."""
+        logits_SE = args[0].reshape(-1, args[0].shape[-1]) @ gate.weight.T
+        scores_SE = (logits_SE.sigmoid() + gate.e_score_correction_bias).sort(descending=True).values
+        self._gaps.append(float((scores_SE[:, gate.top_k - 1] - scores_SE[:, gate.top_k]).min()))
+
+    def _keep(self, layer: int):
         def hook(_module, args, kwargs):
-            seen[layer] = (args[0] if args else kwargs["hidden_states"])[0].clone()
+            self._seen[layer] = (args[0] if args else kwargs["hidden_states"])[0].clone()
 
         return hook
-
-    for layer, module in enumerate([*model.model.layers, model.model.norm]):
-        module.register_forward_pre_hook(keep(layer), with_kwargs=True)
-    states = []
-    for prompt in prompts:
-        with torch.no_grad():
-            model.model(torch.tensor([prompt]), use_cache=False)
-        states.append(dict(seen))
-        seen.clear()
-    return states
 
 
 def max_relative_error(got_SH: torch.Tensor, want_SH: torch.Tensor) -> float:
     """Largest difference in a row, as a share of the row's largest value; the worst row counts."""
     difference_S = (got_SH - want_SH).abs().amax(-1)
     return float((difference_S / want_SH.abs().amax(-1)).max())
-
-
-def num_layers(folder: Path) -> int:
-    return json.loads((folder / "config.json").read_text())["num_hidden_layers"]

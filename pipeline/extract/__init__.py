@@ -1,0 +1,19 @@
+"""Step 2, hidden states: what the target thinks at every prepared token.
+
+    python -m pipeline extract --config configs/kimi-k2.5.toml
+
+Reads prepared/, writes hidden/: shards of about `extract.shard_tokens` tokens (pipeline.store.states tells their
+form) and a manifest. An interrupted run goes on where it stopped: finished shards are verified by checksum and kept,
+all else is made again, and the folder is byte-identical to that of an undisturbed run.
+"""
+
+from pipeline.config import Run
+
+__all__ = ["run"]
+
+
+def run(config: Run) -> None:
+    """Extract the states of all prepared samples, or of those that are left. Raises UserError; see pipeline.errors."""
+    from pipeline.extract.step import extract  # torch, numpy: not for --help
+
+    extract(config)

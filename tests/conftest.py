@@ -1,0 +1,20 @@
+"""Fixtures that several test modules share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they bring; before torch starts
+
+from tests import models  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_tiny_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def deepseek_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.save_tiny_deepseek(tmp_path_factory.mktemp("models") / "deepseek")

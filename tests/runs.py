@@ -1,0 +1,66 @@
+"""Runs for the tests: a configuration file and a prepared/ folder, as the steps leave them."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.store import finish
+from pipeline.store.samples import Sample, write_samples
+
+CONFIG = """
+name = "test"
+runs_dir = "{runs_dir}"
+[target]
+path = "{target}"
+dtype = "float32"
+max_length = {max_length}
+[prepare]
+sources = ["unused"]
+[extract]
+shard_tokens = {shard_tokens}
+"""
+
+
+def make_samples(lengths: list[int], vocab_size: int = 256) -> list[Sample]:
+    """Random ids, about half of them supervised; two samples a conversation."""
+    random = np.random.default_rng(len(lengths))
+    return [
+        Sample(
+            f"sample-{number}",
+            f"conversation-{number // 2}",
+            random.integers(0, vocab_size, length).astype(np.int32),
+            random.random(length) < 0.5,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def write_prepared(folder: Path, samples: list[Sample], name: str = "prepared for a test") -> None:
+    """A finished prepared/ folder of two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    middle = len(samples) // 2
+    parts = [part for part in (samples[:middle], samples[middle:]) if part]
+    shards = [write_samples(folder / f"samples-{n:05d}.parquet", part) for n, part in enumerate(parts)]
+    finish(folder, "prepare", {"name": name}, shards, {"samples": len(samples)})
+
+
+def write_run(
+    folder: Path, target: Path, samples: list[Sample], *, shard_tokens: int = 400, max_length: int = 512
+) -> Path:
+    """A run that is ready for `extract`. Returns its configuration file; the run's folder is folder/runs/test."""
+    write_prepared(folder / "runs" / "test" / "prepared", samples)
+    config = folder / "run.toml"
+    config.write_text(
+        CONFIG.format(runs_dir=folder / "runs", target=target, max_length=max_length, shard_tokens=shard_tokens)
+    )
+    return config
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """File name -> checksum; the lock file, which holds the last writer's process id, is left out."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.name != ".lock"
+    }
