@@ -125,20 +125,6 @@ def stdout_silenced() -> Iterator[None]:
         os.close(stdout)
 
 
-@contextmanager
-def _stdout_silenced() -> Iterator[None]:
-    """Keep C++ libraries' remarks (Gloo's "Rank 0 is connected ...") off the terminal; logs go to stderr."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
-
-
 def reason(error: Exception) -> str:
     """The line of a many-line message (pydantic's) that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -91,11 +91,14 @@ def answer_all(requests: Iterable[Request], count: int, config: Run, end_ids: li
     llm = engine.start(
         config, "prepare", max_num_seqs=config.prepare.max_num_seqs, max_num_batched_tokens=BATCHED_TOKENS
     )
-    with Progress("prepare", count, len(journal)) as progress:
-        for key, ids in _generate(llm, _chain(first, missing), config, end_ids):
-            journal.append(key, ids)
-            progress.add(len(ids))
-        return progress.tokens_per_s
+    try:
+        with Progress("prepare", count, len(journal)) as progress:
+            for key, ids in _generate(llm, _chain(first, missing), config, end_ids):
+                journal.append(key, ids)
+                progress.add(len(ids))
+            return progress.tokens_per_s
+    finally:
+        llm.llm_engine.engine_core.shutdown()
 
 
 def _generate(
