@@ -23,10 +23,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        _sync(temporary)
         temporary.replace(path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -39,14 +38,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for file in temporary.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        _sync_folder(temporary)
+        for inner in [*temporary.rglob("*"), temporary]:
+            _sync(inner)
         if path.exists():
             shutil.rmtree(path)
         temporary.replace(path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -102,8 +99,9 @@ def exclusive(folder: Path, step: str) -> Iterator[None]:
         yield
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make a file's content, or a folder's list of names, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -2,10 +2,12 @@
 
     step-00000232/
         config.json  model.safetensors               the draft, in the target's dtype, under vLLM's names
-        trainer.json  trainer.safetensors            step, metrics; float32 weights and AdamW's moments
+        trainer/progress.json                        step, metrics
+        trainer/state.safetensors                    float32 weights and AdamW's moments
     best -> step-00000232                            highest acceptance length on the validation samples
 
-A checkpoint appears by one rename, whole. The data order, the learning rate and the noise are functions
+vLLM loads every safetensors file of a folder, so the trainer's lie one deeper. A checkpoint appears whole, by one
+rename. The data order, the learning rate and the noise are functions
 of seed and step, so that no random state needs saving.
 """
 
@@ -49,8 +51,9 @@ def save(
         weights = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in draft.weights().items()}
         save_file({**weights, **maps}, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "config.json").write_text(draft.config.to_json_string(use_diff=True))
-        save_file(_trainer_tensors(draft, optimizer), temporary / "trainer.safetensors")
-        write_json(temporary / "trainer.json", asdict(progress))
+        (temporary / "trainer").mkdir()
+        save_file(_trainer_tensors(draft, optimizer), temporary / "trainer/state.safetensors")
+        write_json(temporary / "trainer/progress.json", asdict(progress))
     return path
 
 
@@ -72,7 +75,7 @@ class Keeper:
 
     def best_value(self) -> float:
         """Acceptance length that the best checkpoint so far had on the validation samples."""
-        best = self.folder / "best" / "trainer.json"
+        best = self.folder / "best" / "trainer/progress.json"
         return (
             json.loads(best.read_text())["metrics"].get("acceptance_length", -math.inf) if best.is_file() else -math.inf
         )
@@ -92,8 +95,8 @@ def newest(folder: Path) -> Path | None:
 def restore(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -> Progress:
     """Load weights and optimiser state in place. Raises InputError for a checkpoint of another shape."""
     try:
-        tensors = load_file(path / "trainer.safetensors")
-        progress = Progress(**json.loads((path / "trainer.json").read_text()))
+        tensors = load_file(path / "trainer/state.safetensors")
+        progress = Progress(**json.loads((path / "trainer/progress.json").read_text()))
         with torch.no_grad():
             for name, parameter in draft.named_parameters():
                 parameter.copy_(tensors[f"weight/{name}"])
