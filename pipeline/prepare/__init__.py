@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline import engine
 from pipeline.config import Run
 from pipeline.errors import InputError, UserError
 from pipeline.prepare import regenerate
@@ -50,6 +51,8 @@ def run(config: Run) -> None:
     Raises InputError for a source that is missing, unreadable or empty, and when every row is rejected.
     """
     start = time.monotonic()
+    if config.prepare.regenerate:
+        engine.quiet_environment()  # before a tokenizer imports torch
     sources = open_sources(config.prepare.sources)
     target = Target(config.target)
     folder = config.folder("prepared")
@@ -87,8 +90,6 @@ def _inputs(config: Run, target: Target, sources: list[Source]) -> dict[str, Any
         "regenerate": section.regenerate,
     }
     if section.regenerate:
-        from pipeline import engine
-
         inputs |= {
             "max_new_tokens": section.max_new_tokens,
             "temperature": section.temperature,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline import engine
 from pipeline.config import Run
 from pipeline.prepare.progress import Progress
 from pipeline.prepare.rejects import Rejected
@@ -82,8 +83,6 @@ def answer_all(requests: Iterable[Request], count: int, config: Run, end_ids: li
 
     The engine is started only if something is missing, and is gone when this returns.
     """
-    from pipeline import engine
-
     missing = (request for request in requests if request.key not in journal)
     first = next(missing, None)
     if first is None:
@@ -111,17 +110,17 @@ def _generate(
     """
     from vllm import RequestOutput
 
-    engine = llm.llm_engine
+    running = llm.llm_engine
     room = FEED * config.prepare.max_num_seqs
     held = 0
     while True:
         while held < room and (request := next(requests, None)) is not None:
             prompt: Any = {"prompt_token_ids": request.prompt_ids_S.tolist()}
-            engine.add_request(request.key, prompt, _sampling(config, request, end_ids))
+            running.add_request(request.key, prompt, _sampling(config, request, end_ids))
             held += 1
         if not held:
             return
-        for output in engine.step():
+        for output in running.step():
             assert isinstance(output, RequestOutput)
             if output.finished:
                 held -= 1
