@@ -145,8 +145,8 @@ class SourceBuild:
                     return self.find(star, name)
                 except LookupError:
                     continue
-            if "__getattr__" in self._names(module) or not self._path(module):
-                return self._lazy(module, name)
+            if self._path(module) is None or self._hands_out(module, name):
+                return None
             raise LookupError(f"{module} has no {name}")
         if not isinstance(node, ast.ImportFrom):
             return f"{module}:{name}"
@@ -265,10 +265,10 @@ class SourceBuild:
         stars = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
         return [self._origin(module, node) for node in stars]
 
-    def _lazy(self, module: str, name: str) -> str | None:
-        """A name that a module's __getattr__ hands out, if the module imports it for type checkers."""
-        node = self._names(module).get(name)
-        return self.find(self._origin(module, node), name) if isinstance(node, ast.ImportFrom) else None
+    def _hands_out(self, module: str, name: str) -> bool:
+        """Whether a module's __getattr__ may know a name: it is written somewhere in the module."""
+        path = self._path(module)
+        return path is not None and "__getattr__" in self._names(module) and f'"{name}"' in path.read_text("utf-8")
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:
         if not node.level:

@@ -1,0 +1,30 @@
+"""Fixtures around the released speculators."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.contract import released
+
+
+@pytest.fixture(scope="session")
+def released_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Read only: the released package in a folder like site-packages."""
+    return released.make_site(tmp_path_factory.mktemp("released"))
+
+
+@pytest.fixture(scope="session")
+def applied_site(released_site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Read only: the same with the whole series applied by the tool."""
+    site = tmp_path_factory.mktemp("applied") / "site"
+    shutil.copytree(released_site, site)
+    done = released.run(site, "apply", "speculators")
+    assert done.returncode == 0, done.stderr
+    return site
+
+
+@pytest.fixture
+def site(released_site: Path, tmp_path: Path) -> Path:
+    """To change at will."""
+    return Path(shutil.copytree(released_site, tmp_path / "site"))
