@@ -164,6 +164,10 @@ class EvaluateSection(Section):
     """Use only the first so many prompts."""
     batch_size: Count = 1
     """Prompts decoded at once. 1 measures the speed of a single stream, the one that a draft is for."""
+    baseline: bool = True
+    """Decode without the draft as well (engine `vllm`): the speedup, and whether the answers are the same."""
+    enforce_eager: bool = False
+    """Start vLLM without compiling and capturing graphs: starts in seconds, decodes slower."""
     python: str | None = None
     """Python of the environment whose vLLM decodes (engine `vllm`), when it is not this one."""
 

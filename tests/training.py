@@ -16,10 +16,10 @@ from tests.models import Reference
 AUX_LAYERS = (2, 4, 6)
 
 
-def write_config(path: Path, target: Path, **sections: dict[str, Any]) -> Path:
+def write_config(path: Path, target_folder: Path, **sections: dict[str, Any]) -> Path:
     """A configuration file for the tiny Llama; `sections` add and override."""
     values: dict[str, dict[str, Any]] = {
-        "target": {"path": str(target), "dtype": "float32", "max_length": 256},
+        "target": {"path": str(target_folder), "dtype": "float32", "max_length": 256},
         "prepare": {"sources": ["none.jsonl"]},
         "extract": {"aux_layers": list(AUX_LAYERS)},
         "vocab": {"draft_vocab_size": 280},

@@ -90,14 +90,12 @@ def table(summary: dict[str, Any]) -> str:
         ("by position", " / ".join(f"{share:.1%}" for share in summary["acceptance_per_position"])),
         ("counted", f"{summary['num_drafts']:,} drafts, {summary['num_accepted_tokens']:,} tokens accepted"),
     ]
-    if "speedup" in summary:
-        lines.append(
-            (
-                "speed",
-                f"{summary['tokens_per_second']:.1f} tok/s, {summary['tokens_per_second_without_draft']:.1f} "
-                f"without the draft ({summary['speedup']:.2f} x)",
-            )
-        )
+    if "tokens_per_second" in summary:
+        speed = f"{summary['tokens_per_second']:.1f} tok/s"
+        if "speedup" in summary:
+            alone = summary["tokens_per_second_without_draft"]
+            speed += f", {alone:.1f} tok/s without the draft ({summary['speedup']:.2f} x)"
+        lines.append(("speed", speed))
     return "\n".join(f"  {name:<18} {value}" for name, value in lines)
 
 

@@ -37,20 +37,16 @@ class VllmEngine:
             "num_speculative_tokens": question.num_speculative_tokens,
         }
         drafted = self._decode(question, {"speculative_config": spec})
-        plain = self._decode(question, {})
         counters = drafted["counters"]
         per_position = [int(n) for n in counters["num_accepted_tokens_per_pos"]]
-        tokens = sum(map(len, drafted["answers"]))
-        counts = Counts(int(counters["num_drafts"]), per_position, tokens)
-        speed, alone = (_tokens_per_second(result) for result in (drafted, plain))
-        same = sum(a == b for a, b in zip(drafted["answers"], plain["answers"], strict=True))
-        more = {
-            "vllm": drafted["vllm"],
-            "tokens_per_second": speed,
-            "tokens_per_second_without_draft": alone,
-            "speedup": speed / alone,
-            "answers_equal_without_draft": same,
-        }
+        counts = Counts(int(counters["num_drafts"]), per_position, sum(map(len, drafted["answers"])))
+        more: dict[str, Any] = {"vllm": drafted["vllm"], "tokens_per_second": _tokens_per_second(drafted)}
+        if self.config.evaluate.baseline:
+            plain = self._decode(question, {})
+            more["tokens_per_second_without_draft"] = _tokens_per_second(plain)
+            more["speedup"] = more["tokens_per_second"] / more["tokens_per_second_without_draft"]
+            same = [a == b for a, b in zip(drafted["answers"], plain["answers"], strict=True)]
+            more["answers_equal_without_draft"] = sum(same)
         return Outcome([counts], drafted["answers"], more)
 
     def _decode(self, question: Question, more: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +63,7 @@ class VllmEngine:
                 "max_num_seqs": self.config.evaluate.batch_size,
                 "enable_prefix_caching": False,
                 "disable_log_stats": False,
+                "enforce_eager": self.config.evaluate.enforce_eager,
                 "seed": question.seed,
                 **more,
             },

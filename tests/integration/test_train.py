@@ -1,0 +1,186 @@
+"""The train step as a user runs it: torchrun, kill and resume, bad input."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline import vocab
+from pipeline.config import Run, load
+from tests.models import Reference
+from tests.training import greedy_answers, make_hidden, write_config
+
+PROMPTS, LENGTH = 16, 30
+TRAIN = {"epochs": 4, "learning_rate": 1e-3, "rows_per_step": 2, "tokens_per_row": 128, "validation_share": 0.2}
+
+
+@pytest.fixture(scope="module")
+def answers(llama_folder: Path) -> tuple[Reference, list[list[int]], list[list[int]]]:
+    reference = Reference(llama_folder)
+    prompts = [np.random.default_rng(i).integers(0, 256, 4 + i % 9).tolist() for i in range(PROMPTS)]
+    return reference, prompts, greedy_answers(reference, prompts, LENGTH)
+
+
+def prepared_run(folder: Path, llama_folder: Path, answers, **train) -> tuple[Path, Run]:
+    path = write_config(folder / "run.toml", llama_folder, train={**TRAIN, **train}, target={"max_length": 128})
+    config = load(path)
+    make_hidden(config, *answers)
+    vocab.run(config)
+    return path, config
+
+
+def command(path: Path, *flags: str, processes: int = 1) -> list[str]:
+    start = [sys.executable]
+    if processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [*start, "-m", "pipeline", "train", "--config", str(path), *flags]
+
+
+def train(path: Path, *flags: str, processes: int = 1) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(path, *flags, processes=processes), capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def losses(config: Run) -> list[float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(config.folder("checkpoints") / "logs"))
+    events.Reload()
+    return [event.value for event in events.Scalars("train/loss")]
+
+
+def best_weights(config: Run) -> dict[str, torch.Tensor]:
+    return load_file(config.folder("checkpoints") / "best" / "model.safetensors")
+
+
+def test_two_processes_give_the_loss_curve_of_one(tmp_path, llama_folder, answers):
+    runs = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        path, config = prepared_run(folder, llama_folder, answers, tracker="tensorboard")
+        done = train(path, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        runs.append(config)
+    one, two = (losses(config) for config in runs)
+    assert len(one) > 12
+    assert one[-1] < 0.8 * one[0], "it learns nothing"
+    np.testing.assert_allclose(one, two, rtol=2e-4)
+    for name, tensor in best_weights(runs[0]).items():
+        torch.testing.assert_close(best_weights(runs[1])[name], tensor, rtol=1e-2, atol=2e-3)
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, llama_folder, answers):
+    configs = []
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+        path, config = prepared_run(tmp_path / name, llama_folder, answers, checkpoint_steps=5, noise=0.05)
+        configs.append(config)
+        if name == "killed":
+            kill_after(path, config.folder("checkpoints") / "step-00000005")
+        done = train(path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (best_weights(config) for config in configs)
+    for key, tensor in one.items():
+        assert torch.equal(tensor, two[key]), key
+    assert not list(configs[1].folder("checkpoints").glob(".*.tmp"))
+
+    again = train(tmp_path / "killed" / "run.toml")
+    assert again.returncode == 0
+    assert "already done" in again.stdout
+
+
+def kill_after(path: Path, checkpoint: Path) -> None:
+    process = subprocess.Popen(command(path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not checkpoint.is_dir():
+        assert process.poll() is None, "ended before its first checkpoint"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "ended before it was killed"
+
+
+def test_the_saved_config_carries_the_ids_that_were_captured(tmp_path, llama_folder, answers):
+    """0.3.0 saved none, and vLLM's default served other layers than training saw."""
+    import json
+
+    from pipeline.store import read_manifest
+
+    path, config = prepared_run(tmp_path, llama_folder, answers, epochs=1)
+    assert train(path).returncode == 0
+    saved = json.loads((config.folder("checkpoints") / "best" / "config.json").read_text())
+    captured = read_manifest(config.folder("hidden"), "extract").totals["aux_layers"]
+    assert saved["eagle_aux_hidden_state_layer_ids"] == captured == [2, 4, 6]
+    assert saved["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == captured
+    assert saved["norm_before_residual"] is True
+    assert saved["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--train.tokens_per_row", "32", "--target.max_length", "32"], 4, "a sample has"),
+        (["--train.learning_rate", "-1"], 2, "train.learning_rate: Input should be greater than 0"),
+        (["--train.num_key_value_heads", "3"], 2, "not a multiple"),
+        (["--train.epochs", "5"], 3, "was made with epochs 4, this run has 5"),
+        (["--runs_dir", "nowhere"], 4, "is not finished (no manifest.json)"),
+    ],
+)
+def test_bad_input_is_one_line(finished_run, flags, code, message):
+    done = train(finished_run, *flags) if "epochs" in flags[0] else train(finished_run, "--name", "test", *flags)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory, llama_folder, answers) -> Path:
+    path, config = prepared_run(tmp_path_factory.mktemp("finished"), llama_folder, answers)
+    folder = config.folder("checkpoints")
+    from pipeline.store.states import StatesReader
+    from pipeline.train.step import _inputs
+
+    from pipeline.store import claim
+
+    claim(folder, "train", _inputs(config, StatesReader(config.folder("hidden"))))
+    return path
+
+
+def test_a_second_process_is_refused_while_one_trains(tmp_path, llama_folder, answers):
+    from pipeline.store import exclusive
+
+    path, config = prepared_run(tmp_path, llama_folder, answers)
+    with exclusive(config.folder("checkpoints"), "train"):
+        done = train(path)
+    assert done.returncode == 3
+    assert f"being written by process {os.getpid()}" in done.stderr
+
+
+def test_a_state_that_is_not_finite_is_named(tmp_path, llama_folder, answers):
+    """A NaN in a captured state made every weight NaN, silently."""
+    from pipeline.errors import InputError
+    from pipeline.train import data, step
+
+    path, config = prepared_run(tmp_path, llama_folder, answers)
+    original = data.StatesReader.read
+
+    def read(self, index):
+        sample = original(self, index)
+        sample.aux_states_SLH[0, 0, 0] = float("nan")
+        return sample
+
+    data.StatesReader.read = read
+    try:
+        with pytest.raises(InputError, match=r"loss nan.*samples s\d"):
+            step.run(config)
+    finally:
+        data.StatesReader.read = original
