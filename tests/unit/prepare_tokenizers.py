@@ -1,6 +1,6 @@
 """Small tokenizers and chat templates for the tests of prepare: fast and slow, with and without reasoning."""
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
@@ -35,7 +35,10 @@ TWISTED = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{% if 
 
 
 def fast_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Byte-level, with merges, two of which span line ends: `\\n\\n` and `\\nH` are tokens."""
+    """Byte-level, with merges, two of which span line ends: `\\n\\n` and `\\nH` are tokens.
+
+    Like SmolLM2's it puts a token of its own before plain text, which must not happen to a rendered conversation.
+    """
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ċ", "Ċ"), ("Ċ", "H"), ("h", "e"), ("t", "he"), ("Ġ", "the")]
     words += [a + b for a, b in merges]
@@ -43,6 +46,10 @@ def fast_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    start = tokenizer.token_to_id("<|endoftext|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", start)]
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = template
     return fast
