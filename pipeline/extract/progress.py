@@ -9,7 +9,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 PRINT_EVERY_S = 30.0
-RENEW_EVERY_S = 0.2
 
 
 @dataclass
@@ -48,12 +47,10 @@ class Progress:
         self.done_samples += 1
         self.done_tokens += tokens
         self._new_tokens += tokens
-        if time.monotonic() - self._shown < (RENEW_EVERY_S if self._bar is not None else PRINT_EVERY_S):
-            return
-        self._shown = time.monotonic()
-        if self._bar is not None:
+        if self._bar is not None:  # samples come in bursts, a group at a time: the last one must show
             self._bar.set_description_str(self.line())
-        else:
+        elif time.monotonic() - self._shown >= PRINT_EVERY_S:
+            self._shown = time.monotonic()
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:

@@ -46,7 +46,10 @@ class SpeculatorsEngine:
                     max_num_seqs=config.extract.max_num_seqs,
                     custom_ops=engine.custom_ops(),
                 )
-        except (ValueError, OSError) as error:
+        except Exception as error:
+            # A worker that dies while it loads is a bare Exception; its own error is on stderr by then
+            if not isinstance(error, ValueError | OSError) and "WorkerProc" not in str(error):
+                raise
             raise InputError(f"extract: vLLM does not start on {target.folder}: {engine.reason(error)}") from error
 
     def capture(self, batches: Iterable[list[Sample]]) -> Iterator[Captured]:
@@ -79,8 +82,8 @@ def groups(samples: list[Sample], max_tokens: int, max_samples: int) -> Iterator
 def _prepare_environment(config: Run, target: Target) -> None:
     """What vLLM reads from the environment, set where the user has not; before vLLM is imported."""
     engine.quiet_environment()
-    if config.target.max_length >= int(target.config.get("max_position_embeddings", config.target.max_length + 1)):
-        # One place more than the model knows: it is for the last sampled token, which is never run
+    if config.target.max_length == target.config.get("max_position_embeddings"):
+        # We ask for one place more than the model knows. It is for the sampled token, which is never run
         os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     if engine.on_cpu():
         # Without a number vLLM gives a worker one thread, and this process too, for whatever it does afterwards

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import ExtractSection, PrepareSection, Run, TargetSection, TrainSection
+from pipeline.errors import InputError
 from pipeline.extract import engines
 from pipeline.extract.speculators_engine import SpeculatorsEngine
 from pipeline.store.samples import Sample
@@ -142,3 +143,16 @@ def test_engine_gives_the_samples_back_in_order(bench: SimpleNamespace):
         states = bench.reference.states(ids)
         for layer, got_SH in zip(bench.layer_ids, result.states_LSH, strict=True):
             assert max_relative_error(got_SH, states[layer]) < TOLERANCE
+
+
+def test_a_limit_above_the_models_positions_is_refused(llama_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The model's very last position is usable (MAX_LENGTH above), the one after it is not."""
+    monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
+    config = Run(
+        name="test",
+        target=TargetSection(path=str(llama_folder), dtype="float32", max_length=MAX_LENGTH + 1),
+        prepare=PrepareSection(sources=["unused"]),
+        train=TrainSection(tokens_per_row=MAX_LENGTH + 1),
+    )
+    with pytest.raises(InputError, match=r"vLLM does not start on .*2304"):
+        engines.start(config, Target(config.target), [0, 8])
