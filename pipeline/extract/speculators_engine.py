@@ -46,11 +46,14 @@ class SpeculatorsEngine:
                     max_num_seqs=config.extract.max_num_seqs,
                     custom_ops=engine.custom_ops(),
                 )
-        except Exception as error:
-            # A worker that dies while it loads is a bare Exception; its own error is on stderr by then
-            if not isinstance(error, ValueError | OSError) and "WorkerProc" not in str(error):
-                raise
+        except (ValueError, OSError) as error:
             raise InputError(f"extract: vLLM does not start on {target.folder}: {engine.reason(error)}") from error
+        except Exception as error:
+            if "WorkerProc" not in str(error):  # vLLM raises a bare Exception for a worker that dies while it loads
+                raise
+            raise InputError(
+                f"extract: vLLM does not start on {target.folder}: a worker died while loading, its own error is above"
+            ) from error
 
     def capture(self, batches: Iterable[list[Sample]]) -> Iterator[Captured]:
         for batch in batches:

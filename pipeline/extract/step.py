@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.config import Run
+from pipeline.errors import UserError
 from pipeline.extract import engines
 from pipeline.extract.check import Expected, check_captured
 from pipeline.extract.engines import Captured
@@ -26,7 +27,7 @@ from pipeline.extract.plan import (
 )
 from pipeline.extract.progress import Progress, clock, scaled
 from pipeline.extract.versions import engine_versions
-from pipeline.store import Manifest, Shard, claim, exclusive, finish, read_manifest, require_space, run_key
+from pipeline.store import Manifest, Shard, claim, exclusive, finish, read_manifest, release, require_space, run_key
 from pipeline.store.samples import Sample
 from pipeline.store.states import write_states
 from pipeline.target import Target
@@ -75,18 +76,27 @@ def extract(config: Run) -> None:
         if manifest and _is_whole(job.folder, manifest):
             print(f"extract: {job.folder} is finished ({manifest.totals['samples']:,} samples), nothing to do")
             return
-        limits = Limits(job.target.vocab_size, config.target.max_length)
-        planned = plan(job.prepared, config.extract.shard_tokens, limits)
-        done = _resume(job, planned)
-        todo_tokens = sum(shard.tokens for shard in planned if shard.file not in done)
-        require_space(job.folder, todo_tokens * job.bytes_per_token, "extract")
-        progress = _progress(job, planned, done)
-        if todo_tokens:
-            with closing(engines.start(config, job.target, job.expected.layer_ids)) as engine, closing(progress):
-                done |= _capture(job, engine, planned, done, progress)
-        shards = [done[shard.file] for shard in planned]
-        finish(job.folder, "extract", job.inputs, shards, _totals(job, planned, shards))
-        remove_records(job.folder, shards)
+        try:
+            _extract(job)
+        except UserError:
+            if not any(job.folder.glob("shard-*.safetensors")):
+                release(job.folder)  # nothing to keep: another attempt may have other settings
+            raise
+
+
+def _extract(job: Job) -> None:
+    limits = Limits(job.target.vocab_size, job.config.target.max_length)
+    planned = plan(job.prepared, job.config.extract.shard_tokens, limits)
+    done = _resume(job, planned)
+    todo_tokens = sum(shard.tokens for shard in planned if shard.file not in done)
+    require_space(job.folder, todo_tokens * job.bytes_per_token, "extract")
+    progress = _progress(job, planned, done)
+    if todo_tokens:
+        with closing(engines.start(job.config, job.target, job.expected.layer_ids)) as engine, closing(progress):
+            done |= _capture(job, engine, planned, done, progress)
+    shards = [done[shard.file] for shard in planned]
+    finish(job.folder, "extract", job.inputs, shards, _totals(job, planned, shards))
+    remove_records(job.folder, shards)
     print(
         f"extract: {progress.samples:,} samples, {scaled(progress.tokens)}tok in {clock(progress.elapsed_s)} "
         f"({progress.tokens_per_s:,.0f} tok/s), {scaled(progress.written_bytes)}B in {len(shards)} shards: {job.folder}"

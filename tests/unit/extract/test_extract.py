@@ -113,6 +113,7 @@ def test_sample_that_the_target_cannot_take(
     line = one_line(capsys)
     assert "sample the-bad-one has " in line
     assert words in line
+    assert not contents(hidden), "nothing is claimed for settings that did not work"
 
 
 def test_no_samples(config: Path, hidden: Path, capsys: pytest.CaptureFixture[str]):
