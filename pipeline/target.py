@@ -230,6 +230,8 @@ class Target:
     def fingerprint(self) -> str:
         """Hash of the model's configuration and weights, for run keys (see SAMPLED_BYTES)."""
         weights = sorted(self.folder.glob("*.safetensors"))
+        if not weights:
+            raise InputError(f"target: {self.folder} has no weights (*.safetensors)")
         return _hash_files([self.folder / "config.json", *weights])
 
     @cached_property

@@ -68,8 +68,7 @@ def run(config: Run) -> None:
         try:
             shards, totals, tokens_per_s = _prepare(config, target, sources, folder)
         except UserError:
-            if not (folder / regenerate.JOURNAL).is_file():
-                release(folder)
+            _give_up(folder)
             raise
         manifest = finish(folder, STEP, inputs, shards, totals.as_json())
         _tidy(folder)
@@ -210,6 +209,14 @@ def _prompts(work: _Work, items: Iterator[Conversation | Rejection]) -> Iterator
             continue
         work.totals.unused_turns += conversation.unused_turns
         yield SpooledPrompt(conversation.id, conversation.source, conversation.row, np.asarray(ids, dtype=np.int32))
+
+
+def _give_up(folder: Path) -> None:
+    """After a user's fault: the corrected run may have the folder, unless answers of the target are in it."""
+    journal = folder / regenerate.JOURNAL
+    if not journal.is_file() or not journal.stat().st_size:
+        _tidy(folder)
+        release(folder)
 
 
 def _tidy(folder: Path) -> None:

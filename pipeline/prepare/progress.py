@@ -8,10 +8,15 @@ LOG_INTERVAL_S = 30.0
 
 
 class Progress:
-    """Counts answers and their tokens; shows tokens/s and the time left."""
+    """Counts answers and their tokens; shows tokens/s and the time left.
 
-    def __init__(self, step: str, total: int, done: int = 0):
+    The time left is guessed from the answers that are done, so a log does not show it before `settled` of them are: the
+    first ones come when a whole batch has been worked on for a while.
+    """
+
+    def __init__(self, step: str, total: int, done: int = 0, settled: int = 1):
         self._step, self._total, self._done, self._first = step, total, done, done
+        self._settled = settled
         self._start = self._shown = time.monotonic()
         self._tokens = 0
         self._bar = None
@@ -45,11 +50,13 @@ class Progress:
 
     def _line(self) -> str:
         elapsed_s = time.monotonic() - self._start
-        left_s = elapsed_s / (self._done - self._first) * (self._total - self._done)
-        return (
+        line = (
             f"{self._step}  {self._done:,}/{self._total:,} answers  {self.tokens_per_s:,.0f} tok/s  "
-            f"{clock(elapsed_s)} elapsed, about {clock(left_s)} left"
+            f"{clock(elapsed_s)} elapsed"
         )
+        if (done := self._done - self._first) >= self._settled:
+            line += f", about {clock(elapsed_s / done * (self._total - self._done))} left"
+        return line
 
 
 def clock(seconds: float) -> str:

@@ -91,7 +91,7 @@ def answer_all(requests: Iterable[Request], count: int, config: Run, end_ids: li
         config, "prepare", max_num_seqs=config.prepare.max_num_seqs, max_num_batched_tokens=BATCHED_TOKENS
     )
     try:
-        with Progress("prepare", count, len(journal)) as progress:
+        with Progress("prepare", count, len(journal), config.prepare.max_num_seqs) as progress:
             for key, ids in _generate(llm, _chain(first, missing), config, end_ids):
                 journal.append(key, ids)
                 progress.add(len(ids))

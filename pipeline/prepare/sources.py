@@ -41,6 +41,13 @@ def open_sources(names: list[str]) -> list[Source]:
 
 
 def _open(name: str) -> Source:
+    try:
+        return _find(name)
+    except OSError as error:  # a folder on the way that may not be entered, a name that is too long
+        raise InputError(f"prepare: source {name[:200]} cannot be read ({error.strerror})") from None
+
+
+def _find(name: str) -> Source:
     path = Path(name)
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in JSONL + PARQUET and not _hidden(f.relative_to(path)))

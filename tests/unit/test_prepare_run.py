@@ -1,7 +1,6 @@
 """The step as a user runs it, without an engine: what it writes, what it says, how it ends."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.config import Run, load
-from pipeline.prepare import output, regenerate
+from pipeline.prepare import output, regenerate, sources
 from pipeline.prepare.rejects import Rejected
 from pipeline.prepare.spool import SpooledPrompt, read_prompts, write_prompts
 from pipeline.store.samples import Sample, read_samples
@@ -195,6 +194,21 @@ def test_bad_input_is_one_line(case, capsys, lines, flags, code, message):
     assert case.prepare() == 0
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_regenerating_nothing_starts_no_engine(case, capsys, weights):
+    if weights:
+        (case.model / "model.safetensors").write_bytes(b"read by the engine only")
+    case.write("{", talk("x" * 200))
+    assert case.prepare("--prepare.regenerate", "true") == 4
+    error = capsys.readouterr().err
+    assert ("all 2 rows were rejected" if weights else "has no weights") in error
+    assert error.count("\n") == 1
+    if weights:
+        assert [r["code"] for r in case.rejected()] == ["json", "prompt_too_long"]
+    assert case.write(talk("good")).prepare() == 0
+    assert not list(case.out.glob("prompts*")) + list(case.out.glob("answers*"))
+
+
 @pytest.mark.parametrize(
     ("remove", "message"), [("tokenizer_config.json", "no tokenizer"), ("chat_template.jinja", "no chat template")]
 )
@@ -206,13 +220,17 @@ def test_a_model_without_tokenizer_or_template(case, capsys, remove, message):
     assert error.count("\n") == 1
 
 
-def test_an_unreadable_source(case, capsys):
-    case.write(talk("x"))
-    case.data.chmod(0)
-    if os.access(case.data, os.R_OK):
-        pytest.skip("root reads everything")
-    assert case.prepare() == 4
-    assert "Permission denied" in capsys.readouterr().err
+def test_an_unreadable_source(case, capsys, monkeypatch):
+    """Tests may run as root, who reads everything: the refusal is made here."""
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(sources, "file_sha256", refuse)
+    assert case.write(talk("x")).prepare() == 4
+    assert capsys.readouterr().err == f"prepare: source {case.data} cannot be read (Permission denied)\n"
+    assert case.prepare("--prepare.sources", json.dumps(["x" * 5000])) == 4
+    assert "too long" in capsys.readouterr().err
 
 
 def test_no_traceback_in_a_process_of_its_own(case):
