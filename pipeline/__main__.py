@@ -67,17 +67,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_flags(parser: Any, model: type[BaseModel], prefix: str, sections: tuple[str, ...]) -> None:
-    """A flag for each key of `model`; its docstring, type and default are the help."""
+def _add_flags(parser: Any, model: type[BaseModel], prefix: str, sections: tuple[str, ...] | None) -> None:
+    """A flag for each key of `model`; its docstring, type and default are the help.
+
+    Flags of sections that the step does not read are taken too, so that one set of flags serves all steps of a run,
+    but not listed.
+    """
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            if name in sections:
-                group = parser.add_argument_group(name, field.annotation.__doc__)
-                _add_flags(group, field.annotation, f"{name}.", ())
+            listed = sections is not None and name in sections
+            group = parser.add_argument_group(name, field.annotation.__doc__) if listed else parser
+            _add_flags(group, field.annotation, f"{name}.", sections if listed else None)
             continue
         default = "" if field.is_required() else f" (default: {_shown(field.default)})"
         text = f"{' '.join((field.description or '').split())}{default}".replace("%", "%%")
-        parser.add_argument(f"--{prefix}{name}", type=_value, default=argparse.SUPPRESS, metavar="VALUE", help=text)
+        help_text = text if sections is not None else argparse.SUPPRESS
+        parser.add_argument(f"--{prefix}{name}", type=_value, default=argparse.SUPPRESS, metavar="VALUE", help=help_text)
 
 
 def _shown(value: Any) -> str:
