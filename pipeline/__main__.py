@@ -4,6 +4,7 @@ import argparse
 import errno
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_step(step: str, config: Run) -> int:
-    """Run a step with its errors told in a line. Returns the exit code."""
+    """Run a step with its errors told in a line. Returns the exit code.
+
+    Threads that wait sleep: spinning ones cost two to three times the time where another process wants the cores.
+    OpenMP reads that when torch is imported, which the steps do.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         importlib.import_module(STEPS[step][0]).run(config)
     except UserError as error:
@@ -82,7 +88,9 @@ def _add_flags(parser: Any, model: type[BaseModel], prefix: str, sections: tuple
         default = "" if field.is_required() else f" (default: {_shown(field.default)})"
         text = f"{' '.join((field.description or '').split())}{default}".replace("%", "%%")
         help_text = text if sections is not None else argparse.SUPPRESS
-        parser.add_argument(f"--{prefix}{name}", type=_value, default=argparse.SUPPRESS, metavar="VALUE", help=help_text)
+        parser.add_argument(
+            f"--{prefix}{name}", type=_value, default=argparse.SUPPRESS, metavar="VALUE", help=help_text
+        )
 
 
 def _shown(value: Any) -> str:

@@ -35,7 +35,7 @@ class TargetSection(Section):
     """Type of weights and captured states. CPU: float32."""
     tensor_parallel_size: Count = 1
     """GPUs that share the target."""
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory that the engine may take; ignored on the CPU."""
     max_length: Count = 2048
     """Longest sample in tokens, prompt and answer together. Longer ones are cut (and counted)."""
@@ -50,9 +50,9 @@ class PrepareSection(Section):
     """Let the target answer each conversation's last user turn anew. A draft must predict the target's own words."""
     max_new_tokens: Count = 1024
     """Longest regenerated answer in tokens."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of regenerated answers; 0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of regenerated answers, a probability."""
     max_num_seqs: Count = 128
     """Conversations that the engine answers at once."""
@@ -108,31 +108,31 @@ class TrainSection(Section):
     """Add the normalised (true) or the raw hidden state back after attention. Saved, and read by vLLM."""
     ttt_steps: Count = 3
     """Training-time-test steps: how many words ahead the draft learns to go on its own states."""
-    ttt_decay: float = Field(1.0, gt=0, le=1)
+    ttt_decay: float = Field(default=1.0, gt=0, le=1)
     """Weight of step k's loss is ttt_decay ** k."""
-    tokens_per_row: Count = 1024
+    tokens_per_row: Count = 2048
     """Length of a packed row in tokens. A longer sample is an error: nothing is cut here."""
     rows_per_step: Count = 1
     """Rows in one optimiser step, over all processes and accumulation together."""
     epochs: Count = 4
     """Passes over the training samples."""
-    learning_rate: float = Field(1e-4, gt=0)
+    learning_rate: float = Field(default=1e-4, gt=0)
     """Peak learning rate of AdamW."""
-    min_learning_rate_ratio: float = Field(0.05, ge=0, le=1)
+    min_learning_rate_ratio: float = Field(default=0.05, ge=0, le=1)
     """Where the cosine ends, as a share of the peak."""
-    warmup_ratio: float = Field(0.05, ge=0, lt=1)
+    warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
     """Share of all steps in which the learning rate rises."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay, on matrices only."""
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: float = Field(default=1.0, gt=0)
     """Gradients above this norm are scaled down to it."""
-    noise: float = Field(0.0, ge=0)
+    noise: float = Field(default=0.0, ge=0)
     """Half-width of the uniform noise on the draft's *input* states (never on the targets)."""
     train_lm_head: bool = True
     """Train the draft's output rows, which start as the target's; false keeps them frozen."""
-    validation_share: float = Field(0.05, ge=0, lt=1)
+    validation_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of conversations held back to choose the best checkpoint."""
     checkpoint_steps: Count | None = None
     """Save and validate every so many steps. Default: at the end of each epoch."""
@@ -158,7 +158,7 @@ class EvaluateSection(Section):
     """Draft tokens per step: acceptance length is at most this plus one (the bonus token)."""
     max_new_tokens: Count = 128
     """Longest answer in tokens."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)
     """0 is greedy; otherwise the target's distribution is kept by verification."""
     limit: Count | None = None
     """Use only the first so many prompts."""
@@ -249,4 +249,5 @@ def _reason(item: Any) -> str:
         return "no such key. See python -m pipeline STEP --help"
     if item["type"] == "missing":
         return "missing"
-    return f"{item['msg'].removeprefix('Value error, ')} (it is {item['input']!r})"[:300]
+    message = item["msg"].removeprefix("Value error, ")
+    return message if isinstance(item["input"], dict) else f"{message} (it is {item['input']!r})"[:300]

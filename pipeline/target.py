@@ -168,8 +168,9 @@ class Target:
         for source in (_read_json(generation) if generation.is_file() else {}, self.config):
             value = source.get("eos_token_id")
             found += value if isinstance(value, list) else [] if value is None else [value]
-        if self.tokenizer.eos_token_id is not None:
-            found.append(int(self.tokenizer.eos_token_id))
+        own: Any = self.tokenizer.eos_token_id
+        if own is not None:
+            found.append(int(own))
         if not found:
             raise InputError(f"target: {self.folder} names no eos_token_id: nothing would end an answer")
         return list(dict.fromkeys(found))

@@ -7,7 +7,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they bring; before torch starts
 
-from tests import models  # noqa: E402
+from tests import models
 
 
 @pytest.fixture(scope="session")

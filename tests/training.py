@@ -36,7 +36,9 @@ def write_config(path: Path, target_folder: Path, **sections: dict[str, Any]) ->
 
 
 def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value) if not isinstance(value, str) else f'"{value}"'
+    return (
+        str(value).lower() if isinstance(value, bool) else repr(value) if not isinstance(value, str) else f'"{value}"'
+    )
 
 
 def greedy_answers(reference: Reference, prompts: list[list[int]], length: int) -> list[list[int]]:

@@ -134,7 +134,7 @@ def _ended_before(prompt_length: int, stop_ids: set[int], beyond: int) -> Any:
     from transformers import StoppingCriteria
 
     class EndedBefore(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
             stop = torch.isin(input_ids[:, prompt_length:], torch.tensor(sorted(stop_ids), device=input_ids.device))
             return stop.int().cumsum(1).bool().sum(1) > beyond
 

@@ -33,7 +33,8 @@ def draft_config(target: Target, section: TrainSection, aux_layers: list[int], d
 
     Raises ConfigError for heads that do not divide.
     """
-    own = target.config
+    own: dict[str, Any] = target.config
+    ends: dict[str, Any] = {name: own.get(name) for name in ("bos_token_id", "eos_token_id")}
     heads = section.num_attention_heads or int(own["num_attention_heads"])
     latent = own.get("kv_lora_rank") is not None
     inherited_kv = heads if latent else int(own.get("num_key_value_heads") or heads)
@@ -63,8 +64,7 @@ def draft_config(target: Target, section: TrainSection, aux_layers: list[int], d
         attention_bias=False,
         mlp_bias=False,
         tie_word_embeddings=False,
-        bos_token_id=own.get("bos_token_id"),
-        eos_token_id=own.get("eos_token_id"),
+        **ends,
         dtype=target.section.dtype,
     )
 

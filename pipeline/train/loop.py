@@ -118,10 +118,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         sums_3K = torch.zeros(3, self.section.ttt_steps, device=self.place.device)
         for i, row in enumerate(rows):
-            last = i + 1 == len(rows)
-            wait = nullcontext() if last or self.place.world == 1 else self.parallel.no_sync()
-            with wait:
-                sums = self.parallel(row, self._noise(row, number, i), False)
+            parallel, last = self.parallel, i + 1 == len(rows)
+            with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
+                sums = parallel(row, self._noise(row, number, i), False)
                 # DistributedDataParallel takes the mean over processes, the loss is a sum over them
                 loss = (self.weights_K * sums.loss / count_K.clamp(min=1)).sum() * self.place.world
                 loss.backward()

@@ -93,7 +93,7 @@ class _TensorBoard(_NoTracker):
 class _Trackio(_NoTracker):
     def __init__(self, config: Run):
         try:
-            import trackio
+            import trackio  # pyright: ignore[reportMissingImports]  (optional)
         except ImportError:
             raise ConfigError("train: train.tracker is trackio, which is not installed: pip install trackio") from None
         self.run: Any = trackio.init(project="aerie", name=config.name, config=config.model_dump(mode="json"))

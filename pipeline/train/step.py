@@ -35,7 +35,7 @@ def run(config: Run) -> None:
         folder = config.folder("checkpoints")
         target, reader = Target(config.target), StatesReader(config.folder("hidden"))
         maps = load_map(config.folder("vocab"))
-        inputs = _inputs(config, reader)
+        inputs, done = _inputs(config, reader), None
         if place.first:
             stack.enter_context(exclusive(folder, "train"))
             done = claim(folder, "train", inputs)

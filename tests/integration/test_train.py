@@ -17,7 +17,7 @@ from pipeline.config import Run, load
 from tests.models import Reference
 from tests.training import greedy_answers, make_hidden, write_config
 
-PROMPTS, LENGTH = 16, 30
+PROMPTS, LENGTH = 16, 40
 TRAIN = {"epochs": 4, "learning_rate": 1e-3, "rows_per_step": 2, "tokens_per_row": 128, "validation_share": 0.2}
 
 
@@ -71,7 +71,7 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path, llama_folder, answer
         assert done.returncode == 0, done.stderr[-3000:]
         runs.append(config)
     one, two = (losses(config) for config in runs)
-    assert len(one) > 12
+    assert len(one) >= 8
     assert one[-1] < 0.8 * one[0], "it learns nothing"
     np.testing.assert_allclose(one, two, rtol=2e-4)
     for name, tensor in best_weights(runs[0]).items():
@@ -146,10 +146,9 @@ def test_bad_input_is_one_line(finished_run, flags, code, message):
 def finished_run(tmp_path_factory, llama_folder, answers) -> Path:
     path, config = prepared_run(tmp_path_factory.mktemp("finished"), llama_folder, answers)
     folder = config.folder("checkpoints")
+    from pipeline.store import claim
     from pipeline.store.states import StatesReader
     from pipeline.train.step import _inputs
-
-    from pipeline.store import claim
 
     claim(folder, "train", _inputs(config, StatesReader(config.folder("hidden"))))
     return path
@@ -170,7 +169,7 @@ def test_a_state_that_is_not_finite_is_named(tmp_path, llama_folder, answers):
     from pipeline.errors import InputError
     from pipeline.train import data, step
 
-    path, config = prepared_run(tmp_path, llama_folder, answers)
+    _, config = prepared_run(tmp_path, llama_folder, answers)
     original = data.StatesReader.read
 
     def read(self, index):
