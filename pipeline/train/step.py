@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import Run
-from pipeline.errors import ConfigError, InputError
-from pipeline.store import Shard, claim, exclusive, finish, require_space
+from pipeline.errors import ConfigError, InputError, UserError
+from pipeline.store import Shard, claim, exclusive, finish, release, require_space
 from pipeline.store.states import StatesReader
 from pipeline.target import Target
 from pipeline.train.checkpoint import Keeper, Progress, newest, restore
@@ -44,7 +44,12 @@ def run(config: Run) -> None:
         finished = _from_first(place, place.first and done is not None)
         if finished:
             return
-        totals = _train(config, place, target, reader, maps, folder)
+        try:
+            totals = _train(config, place, target, reader, maps, folder)
+        except UserError:
+            if place.first and newest(folder) is None:
+                release(folder)  # settings that did not work claim no folder
+            raise
         if place.first:
             finish(folder, "train", inputs, _files(folder), totals)
             print(

@@ -23,10 +23,10 @@ from tests.models import Reference
 from tests.training import greedy_answers, make_hidden, write_config
 
 SERVE_PYTHON = Path(__file__).parents[2] / ".venv-serve" / "bin" / "python"
-PROMPTS = [np.random.default_rng(i).integers(0, 250, 12).tolist() for i in range(8)]
+PROMPTS = np.random.default_rng(0).integers(0, 256, (8, 12)).tolist()
 LENGTH = 64
 QUESTION = Question(PROMPTS, [258], 3, LENGTH - 4, 0.0, 0)
-TRAIN = {"epochs": 52, "learning_rate": 2e-3, "validation_share": 0.0, "checkpoint_steps": 100_000}
+TRAIN = {"epochs": 50, "learning_rate": 2e-3, "validation_share": 0.0, "checkpoint_steps": 100_000}
 EVALUATE = {"python": str(SERVE_PYTHON), "batch_size": len(PROMPTS), "enforce_eager": True, "baseline": False}
 
 
@@ -65,7 +65,8 @@ def outcome(memorised) -> Outcome:
 
 
 def test_what_was_memorised_is_accepted(outcome, memory):
-    assert outcome.answers == [answer[: LENGTH - 4] for answer in memory.answers]
+    for written, learnt in zip(outcome.answers, memory.answers, strict=True):
+        assert written == learnt[: len(written)]
     assert outcome.total.acceptance_length >= 3.5
 
 

@@ -131,27 +131,27 @@ def test_the_saved_config_carries_the_ids_that_were_captured(tmp_path, llama_fol
         (["--train.tokens_per_row", "32", "--target.max_length", "32"], 4, "a sample has"),
         (["--train.learning_rate", "-1"], 2, "train.learning_rate: Input should be greater than 0"),
         (["--train.num_key_value_heads", "3"], 2, "not a multiple"),
-        (["--train.epochs", "5"], 3, "was made with epochs 4, this run has 5"),
         (["--runs_dir", "nowhere"], 4, "is not finished (no manifest.json)"),
     ],
 )
-def test_bad_input_is_one_line(finished_run, flags, code, message):
-    done = train(finished_run, *flags) if "epochs" in flags[0] else train(finished_run, "--name", "test", *flags)
+def test_bad_input_is_one_line(untrained_run, flags, code, message):
+    done = train(untrained_run, *flags)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory, llama_folder, answers) -> Path:
-    path, config = prepared_run(tmp_path_factory.mktemp("finished"), llama_folder, answers)
-    folder = config.folder("checkpoints")
-    from pipeline.store import claim
-    from pipeline.store.states import StatesReader
-    from pipeline.train.step import _inputs
+def untrained_run(tmp_path_factory, llama_folder, answers) -> Path:
+    return prepared_run(tmp_path_factory.mktemp("untrained"), llama_folder, answers)[0]
 
-    claim(folder, "train", _inputs(config, StatesReader(config.folder("hidden"))))
-    return path
+
+def test_checkpoints_of_other_settings_are_refused(tmp_path, llama_folder, answers):
+    path, _ = prepared_run(tmp_path, llama_folder, answers, epochs=1)
+    assert train(path).returncode == 0
+    done = train(path, "--train.epochs", "2")
+    assert done.returncode == 3
+    assert "was made with epochs 1, this run has 2" in done.stderr
 
 
 def test_a_second_process_is_refused_while_one_trains(tmp_path, llama_folder, answers):
