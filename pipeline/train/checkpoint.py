@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.errors import InputError
 from pipeline.store import atomic_folder, write_json
+from pipeline.store.tensors import write_tensors
 from pipeline.train.draft import Draft
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,10 +50,10 @@ def save(
     dtype = DTYPES[str(draft.config.dtype).removeprefix("torch.")]
     with atomic_folder(path) as temporary:
         weights = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in draft.weights().items()}
-        save_file({**weights, **maps}, temporary / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(temporary / "model.safetensors", {**weights, **maps}, ("format", "pt"))
         (temporary / "config.json").write_text(draft.config.to_json_string(use_diff=True))
         (temporary / "trainer").mkdir()
-        save_file(_trainer_tensors(draft, optimizer), temporary / "trainer/state.safetensors")
+        write_tensors(temporary / "trainer/state.safetensors", _trainer_tensors(draft, optimizer))
         write_json(temporary / "trainer/progress.json", asdict(progress))
     return path
 

@@ -183,3 +183,21 @@ def test_a_state_that_is_not_finite_is_named(tmp_path, llama_folder, answers):
             step.run(config)
     finally:
         data.StatesReader.read = original
+
+
+def test_a_full_disk_during_a_save_is_told_in_a_line_and_leaves_nothing(tmp_path, llama_folder, answers, monkeypatch):
+    import errno
+
+    from pipeline.__main__ import run_step
+    from pipeline.train import checkpoint
+
+    _, config = prepared_run(tmp_path, llama_folder, answers, epochs=1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    assert run_step("train", config) == 5
+    assert not list(config.folder("checkpoints").glob("*step*"))
+    monkeypatch.undo()
+    assert run_step("train", config) == 0, "it goes on once there is room"
