@@ -59,9 +59,13 @@ def undisturbed(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
+TAKES_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+"""As at a terminal: a shell starts its background jobs, and so perhaps the tests, with SIGINT ignored."""
+
+
 def stopped(config: Path, script: Path, shards: int, signal_number: int) -> subprocess.CompletedProcess:
     """Run the step in a process that gets a signal after so many shards; its workers must go with it."""
-    script.write_text(STOP_AFTER)
+    script.write_text(TAKES_CTRL_C + STOP_AFTER)
     done = subprocess.run(
         [sys.executable, str(script), str(shards), str(signal_number), str(config)],
         cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)},
