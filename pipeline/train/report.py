@@ -95,7 +95,9 @@ class _Trackio(_NoTracker):
         try:
             import trackio  # pyright: ignore[reportMissingImports]  (optional)
         except ImportError:
-            raise ConfigError("train: train.tracker is trackio, which is not installed: pip install trackio") from None
+            raise ConfigError(
+                "train: train.tracker is trackio, which is not installed. Add it: pip install trackio==0.20.2 'huggingface-hub<1'"
+            ) from None
         self.run: Any = trackio.init(project="aerie", name=config.name, config=config.model_dump(mode="json"))
 
     def write(self, values: dict[str, float], step: int) -> None:
