@@ -96,7 +96,8 @@ class _Trackio(_NoTracker):
             import trackio  # pyright: ignore[reportMissingImports]  (optional)
         except ImportError:
             raise ConfigError(
-                "train: train.tracker is trackio, which is not installed. Add it: pip install trackio==0.20.2 'huggingface-hub<1'"
+                "train: train.tracker is trackio, which is not installed. "
+                "Add it: pip install trackio==0.20.2 'huggingface-hub<1'"
             ) from None
         self.run: Any = trackio.init(project="aerie", name=config.name, config=config.model_dump(mode="json"))
 
