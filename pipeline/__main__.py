@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run_step(step: str, config: Run) -> int:
     """Run a step with its errors told in a line. Returns the exit code.
 
-    Threads that wait sleep: spinning ones cost two to three times the time where another process wants the cores.
-    OpenMP reads that when torch is imported, which the steps do.
+    OpenMP's waiting threads sleep instead of spinning: as fast on an idle machine, two to three times as fast where
+    another process wants the cores. OpenMP reads that when torch is imported, which only the steps do.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:

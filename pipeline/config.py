@@ -66,8 +66,8 @@ class ExtractSection(Section):
     engine: Literal["speculators"] = "speculators"
     """`speculators`: the patched generator on vLLM."""
     aux_layers: tuple[int, int, int] | None = None
-    """Layers whose *input* feeds the draft, in vLLM's serving convention (0 is the embedding's output, the number
-    of layers is the last layer's output before the final norm). Default: 2, middle, last but two."""
+    """Layers whose *input* feeds the draft, in vLLM's serving convention: 2 is the second layer's output. From 1 to
+    the number of layers less one. Default: 2, middle, last but two."""
     max_batched_tokens: Count = 8192
     """Tokens in one forward pass. More is faster until activations no longer fit; 8192 x 7168 bf16 is
     117 MB a layer."""
@@ -79,8 +79,8 @@ class ExtractSection(Section):
     @field_validator("aux_layers")
     @classmethod
     def _increasing(cls, value: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
-        if value is not None and not 0 <= value[0] < value[1] < value[2]:
-            raise ValueError(f"must be three increasing layer ids, not {list(value)}")
+        if value is not None and not 0 < value[0] < value[1] < value[2]:
+            raise ValueError("must be three increasing layer ids, the first at least 1")
         return value
 
 
@@ -151,7 +151,7 @@ class EvaluateSection(Section):
 
     engine: Literal["auto", "reference", "vllm"] = "auto"
     """`vllm`: the pinned engine decodes (GPU). `reference`: exact verification in transformers, on any machine.
-    `auto`: vllm with a GPU, reference without."""
+    `auto`: vllm with a GPU or with `python` set, reference otherwise."""
     prompts: list[str] = []
     """JSONL files with held-out prompts (`prompt`, `turns` or `messages`)."""
     num_speculative_tokens: Count = 3
@@ -163,7 +163,7 @@ class EvaluateSection(Section):
     limit: Count | None = None
     """Use only the first so many prompts."""
     batch_size: Count = 1
-    """Prompts decoded at once. 1 measures the speed of a single stream, the one that a draft is for."""
+    """Prompts decoded at once (engine `vllm`). 1 measures the speed of a single stream, the one a draft is for."""
     baseline: bool = True
     """Decode without the draft as well (engine `vllm`): the speedup, and whether the answers are the same."""
     enforce_eager: bool = False

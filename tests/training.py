@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.config import Run, load
+from pipeline.config import Run
 from pipeline.store import claim, finish
 from pipeline.store.samples import Sample, write_samples
 from pipeline.store.states import write_states
@@ -87,8 +87,3 @@ def make_hidden(config: Run, reference: Reference, prompts: list[list[int]], ans
     )
     totals = {"aux_layers": list(AUX_LAYERS), "hidden_size": aux.shape[-1], "dtype": "float32"}
     finish(folder, "extract", inputs, [shard], totals)
-
-
-def loaded(path: Path, **overrides: dict[str, Any]) -> Run:
-    """The configuration of a test, with changes."""
-    return load(path, overrides)

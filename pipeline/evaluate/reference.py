@@ -24,7 +24,6 @@ from tqdm import tqdm
 from pipeline.errors import InputError
 from pipeline.evaluate.counts import Counts, Outcome, Question
 from pipeline.target import Target
-from pipeline.train.checkpoint import DTYPES
 from pipeline.train.draft import Draft, config_from_folder
 from pipeline.train.loss import shifted
 
@@ -58,7 +57,7 @@ class ReferenceEngine:
         self.aux_layers: list[int] = self.draft.config.eagle_aux_hidden_state_layer_ids
         self.num_layers = target.num_layers
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            target.folder, dtype=DTYPES[target.section.dtype], trust_remote_code=target.section.trust_remote_code
+            target.folder, dtype=target.dtype, trust_remote_code=target.section.trust_remote_code
         )
         self.model.to(self.device).eval()
 

@@ -26,7 +26,7 @@ def run(config: Run) -> None:
     trained = read_manifest(checkpoints, "train")
     target = Target(config.target)
     engine_name = _engine_name(config)
-    question = _question(config, target)
+    question, rejected = _question(config, target)
     with exclusive(folder, "evaluate"):
         inputs = {
             "train": trained.run_key,
@@ -36,7 +36,7 @@ def run(config: Run) -> None:
             "seed": config.seed,
             **config.evaluate.model_dump(mode="json", exclude={"prompts", "engine"}),
         }
-        if done := claim(folder, "evaluate", inputs):
+        if done := claim(folder, "evaluate", inputs, resumes=False):
             verify(folder, done)
             print(
                 f"evaluate  already done: {folder / 'summary.json'}, acceptance length "
@@ -46,7 +46,11 @@ def run(config: Run) -> None:
         begun = time.monotonic()
         outcome = _engine(engine_name, config, target, draft_folder).answer(question)
         summary = summarise(outcome, question, engine_name, config.seed)
-        summary |= {"draft": str(draft_folder), "seconds": round(time.monotonic() - begun, 1)}
+        summary |= {
+            "num_rejected_prompts": rejected,
+            "draft": str(draft_folder),
+            "seconds": round(time.monotonic() - begun, 1),
+        }
         write_json(folder / "summary.json", summary)
         write_json(folder / "answers.json", outcome.answers)
         files = [Shard.describe(folder / name, len(question.prompts), 0) for name in ("summary.json", "answers.json")]
@@ -99,11 +103,13 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(f"  {name:<18} {value}" for name, value in lines)
 
 
-def _question(config: Run, target: Target) -> Question:
+def _question(config: Run, target: Target) -> tuple[Question, int]:
+    """The held-out prompts as ids, and how many could not be used."""
     section = config.evaluate
     if not section.prompts:
         raise ConfigError("evaluate: evaluate.prompts is empty. Name a JSONL file of held-out prompts")
-    rows = (row for source in open_sources(section.prompts) for row in source.rows())
+    files = [str(_existing(path)) for path in section.prompts]
+    rows = (row for source in open_sources(files) for row in source.rows())
     rendered = list(Renderer(target.tokenizer, target.end_of_turn_ids).prompts(conversations(rows, True)))
     rejected = [item for item in rendered if isinstance(item, Rejection)]
     for item in rejected:
@@ -118,7 +124,7 @@ def _question(config: Run, target: Target) -> Question:
             f"evaluate: a prompt of {longest} tokens and {section.max_new_tokens} new ones do not fit "
             f"the target's {room} positions"
         )
-    return Question(
+    question = Question(
         ids,
         target.end_of_turn_ids,
         section.num_speculative_tokens,
@@ -126,6 +132,7 @@ def _question(config: Run, target: Target) -> Question:
         section.temperature,
         config.seed,
     )
+    return question, len(rejected)
 
 
 def _existing(path: str) -> Path:

@@ -1,6 +1,6 @@
 """Step 2, hidden states: what the target thinks at every prepared token.
 
-    python -m pipeline extract --config configs/kimi-k2.5.toml
+    python -m pipeline extract --config configs/smollm2-135m.toml
 
 Reads prepared/, writes hidden/: shards of about `extract.shard_tokens` tokens (pipeline.store.states tells their
 form) and a manifest. An interrupted run goes on where it stopped: finished shards are verified by checksum and kept,

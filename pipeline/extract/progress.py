@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-PRINT_EVERY_S = 30.0
+from pipeline.progress import LOG_INTERVAL_S, clock, scaled
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Progress:
         self._new_tokens += tokens
         if self._bar is not None:  # samples come in bursts, a group at a time: the last one must show
             self._bar.set_description_str(self.line())
-        elif time.monotonic() - self._shown >= PRINT_EVERY_S:
+        elif time.monotonic() - self._shown >= LOG_INTERVAL_S:
             self._shown = time.monotonic()
             print(self.line(), file=sys.stderr, flush=True)
 
@@ -69,18 +69,3 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def scaled(number: float) -> str:
-    """26_200_000 -> '26.2 M'."""
-    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.1f} {unit}"
-    return f"{number:.0f} "
-
-
-def clock(seconds: float) -> str:
-    """724 -> '12:04', 4920 -> '1 h 22'."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours} h {minute:02d}" if hours else f"{minute}:{second:02d}"

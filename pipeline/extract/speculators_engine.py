@@ -27,8 +27,6 @@ class SpeculatorsEngine:
 
     def __init__(self, config: Run, target: Target, layer_ids: list[int]):
         self._limits = config.extract
-        unique = sorted(set(layer_ids))  # an aux layer may be the last one too; the generator wants each once
-        self._slots = [unique.index(layer) for layer in layer_ids]
         _prepare_environment(config, target)
         try:
             with _quiet():
@@ -36,7 +34,7 @@ class SpeculatorsEngine:
 
                 self._generator: Any = VllmHiddenStatesGenerator(
                     str(target.folder),
-                    unique,
+                    layer_ids,
                     config.target.max_length + 1,  # vLLM keeps a place for the token that ends the request
                     config.target.gpu_memory_utilization,
                     config.target.tensor_parallel_size,
@@ -48,8 +46,8 @@ class SpeculatorsEngine:
                 )
         except (ValueError, OSError) as error:
             raise InputError(f"extract: vLLM does not start on {target.folder}: {engine.reason(error)}") from error
-        except Exception as error:
-            if "WorkerProc" not in str(error):  # vLLM raises a bare Exception for a worker that dies while it loads
+        except Exception as error:  # vLLM raises a bare one for a worker that dies while it loads
+            if "WorkerProc" not in str(error):
                 raise
             raise InputError(
                 f"extract: vLLM does not start on {target.folder}: a worker died while loading, its own error is above"
@@ -61,8 +59,7 @@ class SpeculatorsEngine:
                 results = self._generator.generate([sample.input_ids_S.tolist() for sample in group])
                 assert len(results) == len(group), "the generator lost samples"
                 for result in results:
-                    states = result["hidden_states"]
-                    yield Captured(result["input_ids"], [states[slot] for slot in self._slots])
+                    yield Captured(result["input_ids"], result["hidden_states"])
 
     def close(self) -> None:
         self._generator.shutdown()

@@ -25,14 +25,14 @@ from pipeline.extract.plan import (
     reopen,
     verified,
 )
-from pipeline.extract.progress import Progress, clock, scaled
+from pipeline.extract.progress import Progress
 from pipeline.extract.versions import engine_versions
+from pipeline.progress import clock, scaled
 from pipeline.store import Manifest, Shard, claim, exclusive, finish, read_manifest, release, require_space, run_key
 from pipeline.store.samples import Sample
 from pipeline.store.states import write_states
 from pipeline.target import Target
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKEN_BYTES = 5
 """Of a token's id and mask. Sample ids, offsets and headers are below 0.1 % of any real shard."""
 
@@ -74,7 +74,7 @@ def extract(config: Run) -> None:
     with exclusive(job.folder, "extract"):
         manifest = claim(job.folder, "extract", job.inputs)
         if manifest and _is_whole(job.folder, manifest):
-            print(f"extract: {job.folder} is finished ({manifest.totals['samples']:,} samples), nothing to do")
+            print(f"extract  {job.folder} is finished ({manifest.totals['samples']:,} samples), nothing to do")
             return
         try:
             _extract(job)
@@ -98,7 +98,7 @@ def _extract(job: Job) -> None:
     finish(job.folder, "extract", job.inputs, shards, _totals(job, planned, shards))
     remove_records(job.folder, shards)
     print(
-        f"extract: {progress.samples:,} samples, {scaled(progress.tokens)}tok in {clock(progress.elapsed_s)} "
+        f"extract  {progress.samples:,} samples, {scaled(progress.tokens)}tok in {clock(progress.elapsed_s)} "
         f"({progress.tokens_per_s:,.0f} tok/s), {scaled(progress.written_bytes)}B in {len(shards)} shards: {job.folder}"
     )
 
@@ -119,7 +119,7 @@ def _job(config: Run) -> Job:
         "engine": config.extract.engine,
         **engine_versions(),
     }
-    expected = Expected([*aux_layers, target.num_layers], target.hidden_size, DTYPES[config.target.dtype])
+    expected = Expected([*aux_layers, target.num_layers], target.hidden_size, target.dtype)
     return Job(config, target, inputs, expected)
 
 
@@ -139,7 +139,7 @@ def _resume(job: Job, planned: list[Planned]) -> dict[str, Shard]:
     if done or again:
         names = f" ({', '.join(again[:3])}{', …' if len(again) > 3 else ''})" if again else ""
         print(
-            f"extract: goes on: {len(done)} of {len(planned)} shards are finished and verified, "
+            f"extract  goes on: {len(done)} of {len(planned)} shards are finished and verified, "
             f"{len(again)} unfinished or altered to be made again{names}"
         )
     return done

@@ -27,11 +27,11 @@ from pipeline.errors import InputError, UserError
 from pipeline.prepare import regenerate
 from pipeline.prepare.conversations import Conversation, conversations
 from pipeline.prepare.output import SampleWriter, Totals, require_room
-from pipeline.prepare.progress import clock
 from pipeline.prepare.rejects import Rejected, Rejection, Rejects, open_rejects
 from pipeline.prepare.render import Renderer
 from pipeline.prepare.sources import Files, Row, Source, open_sources
 from pipeline.prepare.spool import SpooledPrompt, read_prompts, write_prompts
+from pipeline.progress import clock
 from pipeline.store import Manifest, Shard, claim, exclusive, finish, release, require_space, verify
 from pipeline.store.journal import Journal
 from pipeline.target import Target
@@ -51,8 +51,6 @@ def run(config: Run) -> None:
     Raises InputError for a source that is missing, unreadable or empty, and when every row is rejected.
     """
     start = time.monotonic()
-    if config.prepare.regenerate:
-        engine.quiet_environment()  # before a tokenizer imports torch
     sources = open_sources(config.prepare.sources)
     target = Target(config.target)
     folder = config.folder("prepared")

@@ -4,7 +4,7 @@ import sys
 import time
 from types import TracebackType
 
-LOG_INTERVAL_S = 30.0
+from pipeline.progress import LOG_INTERVAL_S, clock
 
 
 class Progress:
@@ -57,10 +57,3 @@ class Progress:
         if (done := self._done - self._first) >= self._settled:
             line += f", about {clock(elapsed_s / done * (self._total - self._done))} left"
         return line
-
-
-def clock(seconds: float) -> str:
-    """12:04, or 1:12:04 from an hour on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

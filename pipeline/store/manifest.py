@@ -52,8 +52,10 @@ def run_key(inputs: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
-def claim(folder: Path, step: str, inputs: dict[str, Any]) -> Manifest | None:
+def claim(folder: Path, step: str, inputs: dict[str, Any], *, resumes: bool = True) -> Manifest | None:
     """Begin or go on with a folder. Returns its manifest when it is finished already, else None.
+
+    A step that keeps nothing until it is finished (`resumes=False`) takes over an unfinished folder of other settings.
 
     Raises MismatchError, naming what differs and both keys, when the folder was begun with other inputs.
     """
@@ -63,7 +65,7 @@ def claim(folder: Path, step: str, inputs: dict[str, Any]) -> Manifest | None:
         manifest = read_manifest(folder, step)
         _refuse_other_inputs(folder, step, manifest.inputs, inputs)
         return manifest
-    if plan_file.is_file():
+    if resumes and plan_file.is_file():
         _refuse_other_inputs(folder, step, _read_json(plan_file, step).get("inputs", {}), inputs)
         return None
     folder.mkdir(parents=True, exist_ok=True)

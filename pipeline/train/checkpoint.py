@@ -27,8 +27,6 @@ from pipeline.store import atomic_folder, write_json
 from pipeline.store.tensors import write_tensors
 from pipeline.train.draft import Draft
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass
 class Progress:
@@ -47,7 +45,7 @@ def save(
 ) -> Path:
     """Write `folder`/step-N atomically and return it."""
     path = folder / f"step-{progress.step:08d}"
-    dtype = DTYPES[str(draft.config.dtype).removeprefix("torch.")]
+    dtype = getattr(torch, str(draft.config.dtype).removeprefix("torch."))
     with atomic_folder(path) as temporary:
         weights = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in draft.weights().items()}
         write_tensors(temporary / "model.safetensors", {**weights, **maps}, ("format", "pt"))

@@ -8,10 +8,8 @@ from tqdm import tqdm
 
 from pipeline.config import Run
 from pipeline.errors import ConfigError
+from pipeline.progress import LOG_INTERVAL_S
 from pipeline.train.checkpoint import Progress
-
-SECONDS_BETWEEN_LINES = 30
-"""Where the output is no terminal, a line this often instead of a bar."""
 
 
 class Reporter:
@@ -26,7 +24,7 @@ class Reporter:
             desc="train",
             unit="step",
             disable=not enabled,
-            mininterval=0.5 if terminal else SECONDS_BETWEEN_LINES,
+            mininterval=0.5 if terminal else LOG_INTERVAL_S,
             dynamic_ncols=terminal,
         )
         self.log = _tracker(config, folder) if enabled else _NoTracker()

@@ -81,17 +81,23 @@ def test_unfinished_prepared_folder(config: Path, hidden: Path, capsys: pytest.C
     assert not hidden.exists()
 
 
-@pytest.mark.parametrize("layers", ["[2, 4, 9]", "[0, 1, 100]"])
+@pytest.mark.parametrize("layers", ["[2, 4, 9]", "[1, 2, 100]", "[2, 4, 8]"])
 def test_layer_out_of_range(config: Path, hidden: Path, layers: str, capsys: pytest.CaptureFixture[str]):
     assert extract(config, "--extract.aux_layers", layers) == 4
     assert "which has 8 layers" in one_line(capsys)
     assert not hidden.exists()
 
 
-def test_first_and_last_layer_are_allowed(config: Path, hidden: Path):
-    assert extract(config, "--extract.aux_layers", "[0, 1, 8]") == 0
-    sample = StatesReader(hidden).read(2)
-    assert torch.equal(sample.aux_states_SLH[:, 2], sample.last_states_SH)
+def test_the_embeddings_output_cannot_be_served(config: Path, hidden: Path, capsys: pytest.CaptureFixture[str]):
+    """vLLM adds a residual at each captured layer, and layer 0 has none."""
+    assert extract(config, "--extract.aux_layers", "[0, 1, 5]") == 2
+    assert "the first at least 1" in capsys.readouterr().err
+    assert not hidden.exists()
+
+
+def test_the_outermost_layers_that_can_be_served(config: Path, hidden: Path):
+    assert extract(config, "--extract.aux_layers", "[1, 2, 7]") == 0
+    assert StatesReader(hidden).read(2).aux_states_SLH.shape[1] == 3
 
 
 @pytest.mark.parametrize(

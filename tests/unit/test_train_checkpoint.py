@@ -1,0 +1,98 @@
+"""Which checkpoint is the best, which are kept, and the learning rate over time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import TrainSection
+from pipeline.errors import InputError
+from pipeline.train.checkpoint import Keeper, Progress, newest, restore
+from pipeline.train.loop import schedule
+
+
+class Draft(torch.nn.Module):
+    """As much of a draft as a checkpoint sees."""
+
+    class Config:
+        dtype = "bfloat16"
+
+        def to_json_string(self, use_diff: bool) -> str:
+            return "{}"
+
+    config = Config()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 2)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+
+@pytest.fixture
+def draft() -> Draft:
+    return Draft()
+
+
+@pytest.fixture
+def optimizer(draft: Draft) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
+    draft.fc(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_best_is_the_one_accepted_most_and_the_newest_are_kept(tmp_path: Path, draft, optimizer):
+    keeper = Keeper(tmp_path, {}, keep=2)
+    for step, length in enumerate([1.2, 1.5, 1.4, 1.3, 1.45], 1):
+        keeper(draft, optimizer, Progress(step=step, metrics={"acceptance_length": length}))
+    assert (tmp_path / "best").resolve().name == "step-00000002"
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{n:08d}" for n in (2, 4, 5)]
+    assert keeper.best_value() == 1.5
+    assert Keeper(tmp_path, {}, 2).best_value() == 1.5, "a resumed run knows it"
+
+
+def test_without_validation_the_newest_is_the_best(tmp_path: Path, draft, optimizer):
+    keeper = Keeper(tmp_path, {}, keep=1)
+    for step in (1, 2):
+        keeper(draft, optimizer, Progress(step=step))
+    assert (tmp_path / "best").resolve().name == "step-00000002"
+
+
+def test_vllm_finds_only_the_draft_in_a_checkpoint(tmp_path: Path, draft, optimizer):
+    """vLLM loads every safetensors file of a folder; the trainer's state among them stops it."""
+    Keeper(tmp_path, {"d2t": torch.zeros(2, dtype=torch.long)}, 1)(draft, optimizer, Progress(step=1))
+    assert [path.name for path in (tmp_path / "best").glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_optimiser_state_comes_back_in_float32(tmp_path: Path, draft, optimizer):
+    """0.3.0 cast it to bfloat16, its step counter too."""
+    Keeper(tmp_path, {}, 1)(draft, optimizer, Progress(step=7, epoch=1, step_in_epoch=3, tokens=11))
+    other = Draft()
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
+    progress = restore(newest(tmp_path), other, fresh)
+    assert (progress.step, progress.epoch, progress.step_in_epoch, progress.tokens) == (7, 1, 3, 11)
+    for (name, one), two in zip(draft.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two), name
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(value, fresh.state[two][key]), key
+            assert fresh.state[two][key].dtype == torch.float32
+
+
+def test_a_torn_checkpoint_is_named(tmp_path: Path, draft, optimizer):
+    Keeper(tmp_path, {}, 1)(draft, optimizer, Progress(step=1))
+    state = tmp_path / "step-00000001" / "trainer" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-5])
+    with pytest.raises(InputError, match="step-00000001 cannot be resumed"):
+        restore(newest(tmp_path), draft, optimizer)
+
+
+def test_learning_rate_rises_and_falls_to_its_share():
+    section = TrainSection(warmup_ratio=0.1, min_learning_rate_ratio=0.05)
+    rates = [schedule(step, 100, section) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == 1.0 == max(rates)
+    assert rates[-1] == pytest.approx(0.05)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert schedule(0, 1, section) == 1.0, "a run of one step"
