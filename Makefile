@@ -10,34 +10,79 @@ PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
 LOCKS := docker/locks
 UV := .venv-uv/bin/uv
 RUN := .venv/bin/python
+STEP := docker compose run --rm --no-deps
+ifdef CONFIG
+export AERIE_CONFIG := $(CONFIG)
+endif
+export VLLM BASE BASE_PYTHON CA BUILD_FLAGS STAGE REGISTRY TAG
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-##@ The main jobs (each sets up what it needs)
-demo: setup ## All steps on SmolLM2-135M-Instruct, no GPU: a draft and what it is worth, in about 12 minutes
+##@ Without Docker (each sets up what it needs)
+demo: ## All steps on SmolLM2-135M-Instruct, no GPU: a draft and what it is worth, in 12 minutes (DOCKER=1: in the image)
+ifdef DOCKER
+	$(STEP) --entrypoint 'python -m pipeline demo' prepare $(ARGS)
+else
+	@$(MAKE) --no-print-directory setup
 	$(RUN) -m pipeline demo $(ARGS)
+endif
 
-test: setup .venv-serve/.complete ## All tests, on the real engine, in about 12 minutes (ARGS="-k states" for some)
+test: setup .venv-serve/.complete ## All tests that need no Docker, on the real engine, in 12 minutes (ARGS="-k states")
 	$(RUN) -m pytest $(ARGS)
 
-##@ Steps (make extract CONFIG=configs/NAME.toml ARGS="--extract.shard_tokens 8192")
-CONFIG ?= configs/smollm2-135m.toml
-prepare extract vocab train evaluate: setup ## One step; what its manifest proves done is not done again
-	$(RUN) -m pipeline $@ --config $(CONFIG) $(ARGS)
+##@ The image (docker/image.sh says more)
+build: ## Build it (VLLM=release: when the nightly is gone; VLLM=cpu: without GPU) and have the services run it
+	docker/image.sh build
+push: ## Share it: REGISTRY=registry.example/team [TAG=...]; writes image.env, which names the image by its digest
+	docker/image.sh push
+pull: ## Get the image that image.env names, and have the services run it
+	docker/image.sh pull
+test-docker: setup ## Tests of image, services and commands; they build the CPU image (10 GB) and remove what they made
+	$(RUN) -m pytest --docker tests/docker $(ARGS)
+
+##@ Steps, in the image (make extract CONFIG=configs/NAME.toml ARGS="--extract.shard_tokens 8192")
+# What comes before a step is run first; what a manifest proves done takes seconds. Alone, or for the step's own exit
+# code (make's is 2): docker compose run --rm --no-deps STEP
+preflight: ## API contract, GPUs, memory, disk, model files: seconds, before any 18-minute load
+prepare: preflight ## 1. Conversations to token ids and loss masks
+extract: prepare ## 2. The target's hidden states
+vocab: prepare ## 3. The words that the draft can say
+train: extract vocab ## 4. The draft
+evaluate: train ## 5. What it is worth on held-out prompts
+preflight prepare extract vocab train evaluate:
+	$(STEP) $@ $(ARGS)
+report: ## What each step of a run has made, and what the draft is worth
+	$(STEP) --entrypoint 'python -m pipeline report' vocab $(ARGS)
+serve: ## vLLM's OpenAI server with the draft, on 127.0.0.1:8000
+	$(STEP) --service-ports serve $(ARGS)
+board: ## Curves of all runs, on 127.0.0.1:6006
+	$(STEP) --service-ports board $(ARGS)
+shell: ## A shell in the image, with its GPUs and folders
+	$(STEP) shell $(ARGS)
 
 ##@ Upkeep
 setup: .venv/.complete ## Make .venv: the locked packages, speculators patched
 check: setup ## Lint, types, patches, and every call into vLLM against the signatures of both builds
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
+	.venv/bin/hadolint docker/Dockerfile && .venv/bin/shellcheck docker/*.sh .ci/*
 	$(RUN) pipeline/patching.py verify speculators
 	$(RUN) -m pipeline.preflight.contract
 
-lock: $(UV) ## Resolve the locks anew from their .in files (needs a package index)
-	cd $(LOCKS) && for set in "requirements overrides cpu" "serve serve-overrides serve"; do \
-	  read -r in overrides out <<< "$$set"; \
-	  $(CURDIR)/$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
-	    --no-emit-find-links --custom-compile-command "make lock" --override $$overrides.txt $$in.in -o $$out.txt; done
+# vLLM 0.16's neighbours are locked as they were in its days; those of the CPU build are younger, and tested here.
+COMPILE := $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
+  --no-emit-find-links --custom-compile-command "make lock"
+IN_ITS_DAYS := --exclude-newer 2026-03-15
+lock: $(UV) ## Resolve the locks anew from their .in files; record the nightly's sha256 (needs a package index)
+	cd $(LOCKS) && \
+	compile() { $(CURDIR)/$(COMPILE) "$$@"; }; \
+	compile --override overrides.txt --override cpu-overrides.txt cpu.in -o cpu.txt; \
+	compile --override overrides.txt $(IN_ITS_DAYS) release.in -o release.txt; \
+	compile --override overrides.txt $(IN_ITS_DAYS) --no-emit-package vllm nightly.in -o nightly.txt; \
+	compile --override serve-overrides.txt serve.in -o serve.txt; \
+	compile -c cpu.txt test.in -o test-cpu.txt; \
+	for gpu in release nightly; do compile $(IN_ITS_DAYS) -c $$gpu.txt test.in -o test-$$gpu.txt; done
+	docker/record-nightly.sh
 
 clean: ## Remove the environments and the demo's run (models and other runs stay)
 	rm -rf .venv .venv-serve .venv-uv runs/smollm2-135m .pytest_cache .ruff_cache .hypothesis
@@ -50,9 +95,9 @@ $(UV): $(LOCKS)/uv.txt
 	.venv-uv/bin/pip install -q --disable-pip-version-check --require-hashes -r $(LOCKS)/uv.txt
 
 # speculators is installed anew each time, so that the patches always meet the released files
-.venv/.complete: $(UV) $(LOCKS)/cpu.txt pipeline/patching.py $(wildcard patches/speculators/*)
+.venv/.complete: $(UV) $(LOCKS)/cpu.txt $(LOCKS)/test-cpu.txt pipeline/patching.py $(wildcard patches/speculators/*)
 	[ -x .venv/bin/python ] || $(UV) venv -q --python "$(PYTHON)" .venv
-	VIRTUAL_ENV=.venv $(UV) pip sync -q --require-hashes --reinstall-package speculators $(LOCKS)/cpu.txt
+	VIRTUAL_ENV=.venv $(UV) pip sync -q --require-hashes --reinstall-package speculators $(LOCKS)/cpu.txt $(LOCKS)/test-cpu.txt
 	$(RUN) pipeline/patching.py apply speculators
 	touch $@
 
@@ -61,4 +106,6 @@ $(UV): $(LOCKS)/uv.txt
 	VIRTUAL_ENV=.venv-serve $(UV) pip sync -q --require-hashes $(LOCKS)/serve.txt
 	touch $@
 
-.PHONY: help demo test prepare extract vocab train evaluate setup check lock clean
+.NOTPARALLEL:
+.PHONY: help demo test build push pull test-docker preflight prepare extract vocab train evaluate report serve board \
+  shell setup check lock clean

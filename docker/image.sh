@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# The image that a team runs: build it, push it, pull it.
+#
+#     VLLM=nightly|release|cpu docker/image.sh build
+#     REGISTRY=registry.example/team [TAG=...] docker/image.sh push
+#     docker/image.sh pull
+#
+# Whatever was built, pushed or pulled last is what the compose services run: AERIE_IMAGE in .env. A push writes the
+# image's digest to image.env; commit that file, and a teammate's pull gets the same bits.
+# Also read: BASE (another base image), BASE_PYTHON (the one in it), CA (certificates of a proxy), BUILD_FLAGS (more
+# flags of docker build), STAGE (another stage than runtime).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export DOCKER_BUILDKIT=1
+# The distribution that the CUDA base is made of.
+CPU_BASE=ubuntu:24.04@sha256:786a8b558f7be160c6c8c4a54f9a57274f3b4fb1491cf65146521ae77ff1dc54
+
+fail() {
+  echo "image: $1" >&2
+  exit 2
+}
+
+# Set a variable in .env, leaving every other line as it is.
+remember() {
+  [[ -e .env ]] || printf '# Written by make, and yours to add to: see .env.example\n' > .env
+  { grep -v "^$1=" .env || true; printf '%s=%s\n' "$1" "$2"; } > .env.tmp
+  mv .env.tmp .env
+}
+
+remembered() {
+  local line
+  line=$(grep "^$1=" "${2:-.env}" 2> /dev/null | tail -n 1) || return 1
+  printf '%s\n' "${line#*=}"
+}
+
+# Make an image the one that the services run. Its label says whether that takes GPUs.
+choose() {
+  local files=compose.yaml
+  [[ $(docker image inspect -f '{{index .Config.Labels "aerie.vllm"}}' "$1") != cpu ]] || files+=:compose.cpu.yaml
+  remember AERIE_IMAGE "$1"
+  remember COMPOSE_FILE "$files"
+  remember UID "$(id -u)"
+  remember GID "$(id -g)"
+  remember COMPOSE_PROJECT_NAME "aerie-$(id -u)-$(printf '%s' "$PWD" | sha256sum | cut -c1-8)"
+}
+
+# VERSION-VLLM-REVISION, e.g. 0.1.0-vllm0.16.0-1a2b3c4d5e6f; sets version, revision and tag.
+describe() {
+  local vllm
+  version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+  case $1 in
+    nightly) vllm=vllm0.16.0rc2.dev344 ;;
+    release) vllm=vllm0.16.0 ;;
+    cpu) vllm='vllm-cpu0.16.0' ;;
+    *) fail "VLLM=$1: there are nightly, release and cpu" ;;
+  esac
+  if revision=$(git rev-parse --short=12 HEAD 2> /dev/null); then
+    [[ -z $(git status --porcelain) ]] || revision+=-dirty
+  else
+    revision=unknown
+  fi
+  tag=$version-$vllm-$revision
+}
+
+build() {
+  local variant=${VLLM:-nightly} stage=${STAGE:-runtime} flags=()
+  local version revision tag patches
+  describe "$variant"
+  patches=$(PYTHONPATH=pipeline python3 -c 'import patching; print(patching.patch_set_digest("speculators"))') \
+    || fail "the patches cannot be read (see above); Python 3 is needed for that"
+  [[ $variant != cpu ]] || BASE=${BASE:-$CPU_BASE}
+  [[ -z ${BASE:-} ]] || flags+=(--build-arg "BASE=$BASE")
+  [[ -z ${BASE_PYTHON:-} ]] || flags+=(--build-arg "PYTHON_VERSION=$BASE_PYTHON")
+  [[ -z ${CA:-} ]] || flags+=(--secret "id=ca,src=$CA")
+  if docker info -f '{{json .DriverStatus}}' | grep -q 'io.containerd.snapshotter'; then
+    flags+=(--provenance=mode=max --sbom=true)
+  else
+    echo "image: no SBOM and no provenance: this engine keeps images without them (turn its containerd image store on)"
+  fi
+  [[ $stage == runtime ]] || tag+=-$stage
+  # shellcheck disable=SC2086 # several flags in one variable
+  docker build -f docker/Dockerfile --target "$stage" -t "aerie:$tag" --build-arg "VLLM=$variant" \
+    --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "PATCHES=$patches" \
+    "${flags[@]}" ${BUILD_FLAGS:-} .
+  [[ $stage != runtime ]] || choose "aerie:$tag"
+  echo "image: built aerie:$tag ($(docker image inspect -f '{{.Size}}' "aerie:$tag" | numfmt --to=si)B)"
+}
+
+push() {
+  local image repository tag digest
+  image=$(remembered AERIE_IMAGE) || fail "nothing is built yet. Run make build first"
+  repository=${REGISTRY:?image: say where to: make push REGISTRY=registry.example/team}/aerie
+  tag=${TAG:-$(docker image inspect -f '{{range .RepoTags}}{{println .}}{{end}}' "$image" \
+    | sed -n 's/.*aerie://p' | head -n 1)}
+  [[ -n $tag ]] || fail "$image has no tag of ours. Give one: make push REGISTRY=... TAG=..."
+  [[ $tag != latest ]] || fail "TAG=latest says nothing of what is in the image. Leave TAG out, or name a version"
+  [[ $tag != *-dirty ]] || echo "image: WARNING: $tag holds changes that are not committed" >&2
+  docker tag "$image" "$repository:$tag"
+  docker push "$repository:$tag"
+  digest=$(docker image inspect -f '{{range .RepoDigests}}{{println .}}{{end}}' "$repository:$tag" \
+    | grep -F "$repository@" | head -n 1)
+  [[ -n $digest ]] || fail "the registry gave no digest for $repository:$tag"
+  printf '# The image of this team: %s\nAERIE_IMAGE=%s\n' "$repository:$tag" "$digest" > image.env.tmp
+  mv image.env.tmp image.env
+  choose "$digest"
+  echo "image: pushed $repository:$tag"
+  echo "image: $digest, written to image.env: commit it, and teammates run make pull"
+}
+
+pull() {
+  local image
+  image=$(remembered AERIE_IMAGE image.env) || fail "image.env names no image. It comes from a teammate's make push"
+  [[ $image == *@sha256:* ]] || fail "image.env: $image is no reference by digest. Write it with make push"
+  docker pull "$image"
+  choose "$image"
+  echo "image: the services now run $image"
+}
+
+case ${1:-} in
+  build | push | pull) "$1" ;;
+  *) fail "docker/image.sh build|push|pull" ;;
+esac
