@@ -10,6 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more 
 from tests import models
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--docker", action="store_true", help="run tests/docker: needs an engine, builds an image")
+
+
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.save_tiny_llama(tmp_path_factory.mktemp("models") / "llama")

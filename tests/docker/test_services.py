@@ -1,0 +1,194 @@
+"""The services, run for real on a tiny model without a GPU."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkout import USER_ID, Checkout
+from tests.runs import contents
+
+FOLDERS = ("prepared", "hidden", "vocab", "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def trained(checkout: Checkout) -> str:
+    """What `docker compose up train` says on the tiny run."""
+    return checkout.compose("up", "--attach-dependencies", "train").stdout
+
+
+def manifests(checkout: Checkout, run: str) -> dict[str, tuple[int, str]]:
+    files = [checkout.folder / "runs" / run / name / "manifest.json" for name in FOLDERS]
+    return {str(file): (file.stat().st_mtime_ns, file.read_text()) for file in files}
+
+
+def test_up_train_runs_what_it_needs(checkout, trained):
+    manifests(checkout, "few")
+    order = [trained.index(f"{step}  ") for step in ("prepare", "extract", "train")]
+    assert order == sorted(order)
+    written = [path for path in (checkout.folder / "runs" / "few").rglob("*") if not path.is_symlink()]
+    assert {path.stat().st_uid for path in written} == {USER_ID}
+
+
+def test_up_train_again_does_nothing(checkout, trained):
+    before, begun = manifests(checkout, "few"), time.monotonic()
+    told = checkout.compose("up", "--attach-dependencies", "train").stdout
+    assert manifests(checkout, "few") == before
+    assert told.count("already done") == len(FOLDERS)
+    assert time.monotonic() - begun < 120, "seconds a step, not minutes"
+
+
+def test_evaluate_and_report(checkout, trained):
+    assert "acceptance length" in checkout.step("evaluate", "--evaluate.limit", "4").stdout
+    told = checkout.run("make", "report").stdout
+    assert "acceptance length" in told
+    assert "runs/few/checkpoints/best" in told
+
+
+def test_a_step_that_fails_fails_the_command(checkout, trained):
+    """Each with the exit code of the step itself, where the command can pass it on."""
+    wrong = {"AERIE_CONFIG": "configs/wrong.toml"}
+    text = (checkout.folder / "configs" / "few.toml").read_text()
+    (checkout.folder / "configs" / "wrong.toml").write_text(
+        text.replace("data/few", "data/none").replace("few", "wrong")
+    )
+    done = checkout.step("prepare", check=False, **wrong)
+    assert done.returncode == 4
+    assert "data/none.jsonl" in done.stdout
+    done = checkout.compose("up", "train", check=False, **wrong)
+    assert done.returncode != 0
+    assert 'service "prepare" didn\'t complete successfully: exit 4' in done.stdout
+    done = checkout.run("make", "train", check=False, **wrong)
+    assert done.returncode == 2
+    assert "prepare] Error 4" in done.stdout
+
+
+def test_train_that_fails_gives_its_own_code(checkout, trained):
+    """Plain `up train` ends with 0 here, whatever train says: Compose's way, and why there is --exit-code-from."""
+    other = {"AERIE_CONFIG": "configs/other.toml"}
+    text = (checkout.folder / "configs" / "few.toml").read_text()
+    (checkout.folder / "configs" / "other.toml").write_text(text.replace("epochs = 1", "epochs = 2"))
+    done = checkout.compose("up", "--exit-code-from", "train", "train", check=False, **other)
+    assert done.returncode == 3
+    assert "epochs" in done.stdout
+    assert checkout.step("train", check=False, **other).returncode == 3
+
+
+def test_a_mistyped_key_is_a_line(checkout, trained):
+    done = checkout.step("train", "--train.epoch", "3", check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stdout
+
+
+def test_a_killed_extract_goes_on_where_it_was(checkout, trained):
+    """And what it ends with is what an undisturbed run makes."""
+    many = {"AERIE_CONFIG": "configs/many.toml"}
+    checkout.step("prepare", **many)
+    hidden = checkout.folder / "runs" / "many" / "hidden"
+    name = checkout.compose("run", "--detach", "--no-deps", "extract", **many).stdout.split()[-1]
+    wait_for(lambda: len(list(hidden.glob("shard-*.safetensors"))) >= 3)
+    subprocess.run(["docker", "kill", "--signal", "KILL", name], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["docker", "wait", name], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["docker", "rm", name], check=True, stdout=subprocess.DEVNULL)
+    assert not (hidden / "manifest.json").exists()
+    kept = {path.name: path.stat().st_mtime_ns for path in hidden.glob("shard-*.safetensors")}
+    checkout.step("extract", **many)
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in hidden.glob("shard-*.safetensors")}.items()
+    disturbed = contents(hidden)
+    hidden.rename(hidden.with_name("hidden-disturbed"))
+    checkout.step("extract", **many)
+    assert shards(contents(hidden)) == shards(disturbed)
+
+
+def shards(files: dict[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in files.items() if name.startswith("shard-")}
+
+
+def test_a_stopped_step_ends_in_time(checkout, trained):
+    many = {"AERIE_CONFIG": "configs/many.toml"}
+    (checkout.folder / "runs" / "many" / "hidden").rename(checkout.folder / "runs" / "many" / "hidden-whole")
+    name = checkout.compose("run", "--detach", "--no-deps", "extract", **many).stdout.split()[-1]
+    hidden = checkout.folder / "runs" / "many" / "hidden"
+    wait_for(lambda: list(hidden.glob("shard-*.safetensors")))
+    begun = time.monotonic()
+    subprocess.run(["docker", "stop", "--time", "60", name], check=True, stdout=subprocess.DEVNULL)
+    assert time.monotonic() - begun < 30
+    subprocess.run(["docker", "rm", name], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def tokened(checkout: Checkout) -> Iterator[dict[str, str]]:
+    path = checkout.folder / "token"
+    path.write_text("hf_InTheFile")
+    path.chmod(0o644)
+    yield {"HF_TOKEN_FILE": str(path)}
+    path.unlink()
+
+
+def test_the_token_reaches_prepare_alone(checkout, tokened):
+    code = "import huggingface_hub as h; print('token is', h.get_token())"
+    for step, seen in (("prepare", "hf_InTheFile"), ("extract", "None"), ("train", "None")):
+        told = checkout.compose(
+            "run", "--rm", "--no-deps", "--entrypoint", "python", step, "-c", code, **tokened
+        ).stdout
+        assert f"token is {seen}" in told
+
+
+def test_without_a_token_there_is_none(checkout):
+    code = "import huggingface_hub as h; print('token is', h.get_token())"
+    told = checkout.compose("run", "--rm", "--no-deps", "--entrypoint", "python", "prepare", "-c", code).stdout
+    assert "token is None" in told
+
+
+def test_steps_after_prepare_cannot_leave_the_box(checkout):
+    code = "import socket; socket.create_connection(('1.1.1.1', 53), 3)"
+    done = checkout.compose(
+        "run", "--rm", "--no-deps", "--entrypoint", "python", "extract", "-c", code, check=False
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "unreachable" in done.stdout or "timed out" in done.stdout
+
+
+def test_serve_gets_healthy_and_answers(checkout, trained):
+    try:
+        checkout.compose("up", "--detach", "--wait", "--no-deps", "serve", AERIE_SERVE_ADDRESS="127.0.0.1:18765")
+        body = '{"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}'
+        ask = [
+            "curl",
+            "-fsS",
+            "-H",
+            "Content-Type: application/json",
+            "-d",
+            body,
+            "http://127.0.0.1:18765/v1/completions",
+        ]
+        assert '"completion_tokens":4' in subprocess.check_output(ask, text=True)
+    finally:
+        checkout.compose("rm", "--stop", "--force", "serve")
+
+
+def test_board_shows_the_runs(checkout, trained):
+    try:
+        checkout.compose("up", "--detach", "board", AERIE_BOARD_ADDRESS="127.0.0.1:18766")
+        ask = ["curl", "-fsS", "--retry", "30", "--retry-all-errors", "--retry-delay", "1"]
+        url = "http://127.0.0.1:18766/data/runs"
+        wait_for(lambda: "few/checkpoints/logs" in subprocess.check_output([*ask, url], text=True))
+    finally:
+        checkout.compose("rm", "--stop", "--force", "board")
+
+
+def wait_for(condition, timeout_s: float = 180) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.2)
+
+
+def test_the_users_folders_are_not_made_by_root(checkout):
+    """A bind mount whose folder is missing is an error that names it, not an empty folder that root owns."""
+    done = checkout.step("vocab", check=False, AERIE_DATA="./elsewhere")
+    assert done.returncode != 0
+    assert "elsewhere" in done.stdout
+    assert not Path(checkout.folder / "elsewhere").exists()
