@@ -7,8 +7,9 @@
 #
 # Whatever was built, pushed or pulled last is what the compose services run: AERIE_IMAGE in .env. A push writes the
 # image's digest to image.env; commit that file, and a teammate's pull gets the same bits.
-# Also read: BASE (another base image), BASE_PYTHON (the one in it), CA (certificates of a proxy), BUILD_FLAGS (more
-# flags of docker build), STAGE (another stage than runtime).
+# Also read: BASE (another base image), BASE_PYTHON (the one in it), INDEX (a package index; without credentials: they
+# would be in the history), CA (certificates of a proxy), BUILD_FLAGS (more flags of docker build), STAGE (another stage
+# than runtime).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export DOCKER_BUILDKIT=1
@@ -71,6 +72,7 @@ build() {
   [[ $variant != cpu ]] || BASE=${BASE:-$CPU_BASE}
   [[ -z ${BASE:-} ]] || flags+=(--build-arg "BASE=$BASE")
   [[ -z ${BASE_PYTHON:-} ]] || flags+=(--build-arg "PYTHON_VERSION=$BASE_PYTHON")
+  [[ -z ${INDEX:-} ]] || flags+=(--build-arg "INDEX=$INDEX")
   [[ -z ${CA:-} ]] || flags+=(--secret "id=ca,src=$CA")
   if docker info -f '{{json .DriverStatus}}' | grep -q 'io.containerd.snapshotter'; then
     flags+=(--provenance=mode=max --sbom=true)

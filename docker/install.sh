@@ -9,6 +9,7 @@ cd "$(dirname "$0")"
 variant=${1:?nightly, release or cpu}
 export UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_NO_PROGRESS=1
 if [[ -s /run/secrets/ca ]]; then export SSL_CERT_FILE=/run/secrets/ca; fi # a proxy's own certificates
+if [[ -n ${INDEX:-} ]]; then export UV_DEFAULT_INDEX=$INDEX; fi
 uv=/opt/uv/bin/uv
 
 fail() {
