@@ -24,13 +24,20 @@ STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "demo": ("pipeline.demo", "all steps on SmolLM2-135M-Instruct, without a GPU", tuple(Run.model_fields)),
 }
 DEMO_CONFIG = Path("configs/smollm2-135m.toml")
+TOOLS: dict[str, tuple[str, str]] = {
+    # without a configuration. name: (module with add_arguments(parser) and run(options) -> exit code, one line)
+    "versions": ("pipeline.versions", "what this environment holds: packages, patches; whether it is as built"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one step. Returns the exit code; see pipeline.errors for their meaning."""
-    options = vars(_parser().parse_args(arguments))
-    step, config_file = options.pop("step"), options.pop("config")
+    parsed = _parser().parse_args(arguments)
+    options = vars(parsed)
+    step, config_file = options.pop("step"), options.pop("config", None)
     try:
+        if step in TOOLS:
+            return importlib.import_module(TOOLS[step][0]).run(parsed)
         config = load(config_file, _nested(options))
     except UserError as error:
         print(error, file=sys.stderr)
@@ -70,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         step.add_argument("--config", type=Path, required=default is None, default=default, metavar="FILE",
                           help="TOML file of the run" + (f" (default: {default})" if default else ""))  # fmt: skip
         _add_flags(step, Run, "", sections)
+    for name, (module, line) in TOOLS.items():
+        tool = steps.add_parser(name, help=line, description=f"{name}: {line}.", allow_abbrev=False)
+        importlib.import_module(module).add_arguments(tool)
     return parser
 
 
