@@ -22,6 +22,7 @@ STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "train": ("pipeline.train", "train the draft", ("target", "train")),
     "evaluate": ("pipeline.evaluate", "acceptance length on held-out prompts", ("target", "evaluate")),
     "preflight": ("pipeline.preflight.step", "what can be known in seconds, before a model is loaded", ("target",)),
+    "report": ("pipeline.report", "what each step has made and what the draft is worth", ()),
     "demo": ("pipeline.demo", "all steps on SmolLM2-135M-Instruct, without a GPU", tuple(Run.model_fields)),
 }
 DEMO_CONFIG = Path("configs/smollm2-135m.toml")
