@@ -11,8 +11,7 @@ from pipeline.preflight.gpus import Gpu
 from pipeline.preflight.inputs import readable_target, weight_bytes
 
 DRIVER_AT_LEAST = 580
-"""What CUDA 12.9's forward compatibility and sm_120 are served with by those who run these cards
-(local-inference-lab/rtx6kpro); older drivers are warned of, not refused."""
+"""What users of the RTX PRO 6000 found to work (local-inference-lab/rtx6kpro). An older one is warned of."""
 SHM_BYTES = 8e9
 """Shared memory that several GPU processes are given at least: NCCL and data loaders live in it, Docker's default is
 64 MB."""
