@@ -1,4 +1,7 @@
-"""The command line: python -m pipeline STEP --config FILE [--section.key VALUE ...]"""
+"""The command line: python -m pipeline STEP --config FILE [--section.key VALUE ...]
+
+AERIE_CONFIG in the environment stands for --config.
+"""
 
 import argparse
 import errno
@@ -21,16 +24,25 @@ STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "vocab": ("pipeline.vocab", "choose the words that the draft can say", ("target", "vocab")),
     "train": ("pipeline.train", "train the draft", ("target", "train")),
     "evaluate": ("pipeline.evaluate", "acceptance length on held-out prompts", ("target", "evaluate")),
+    "preflight": ("pipeline.preflight.step", "what can be known in seconds, before a model is loaded", ("target",)),
+    "report": ("pipeline.report", "what each step has made and what the draft is worth", ()),
     "demo": ("pipeline.demo", "all steps on SmolLM2-135M-Instruct, without a GPU", tuple(Run.model_fields)),
 }
 DEMO_CONFIG = Path("configs/smollm2-135m.toml")
+TOOLS: dict[str, tuple[str, str]] = {
+    # without a configuration. name: (module with add_arguments(parser) and run(options) -> exit code, one line)
+    "versions": ("pipeline.versions", "what this environment holds: packages, patches; whether it is as built"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one step. Returns the exit code; see pipeline.errors for their meaning."""
-    options = vars(_parser().parse_args(arguments))
-    step, config_file = options.pop("step"), options.pop("config")
+    parsed = _parser().parse_args(arguments)
+    options = vars(parsed)
+    step, config_file = options.pop("step"), options.pop("config", None)
     try:
+        if step in TOOLS:
+            return importlib.import_module(TOOLS[step][0]).run(parsed)
         config = load(config_file, _nested(options))
     except UserError as error:
         print(error, file=sys.stderr)
@@ -66,10 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
     for name, (_, line, sections) in STEPS.items():
         step = steps.add_parser(name, help=line, description=f"{name}: {line}.", allow_abbrev=False)
-        default = DEMO_CONFIG if name == "demo" else None
+        default = DEMO_CONFIG if name == "demo" else os.environ.get("AERIE_CONFIG")
         step.add_argument("--config", type=Path, required=default is None, default=default, metavar="FILE",
-                          help="TOML file of the run" + (f" (default: {default})" if default else ""))  # fmt: skip
+                          help=f"TOML file of the run (default: {default or '$AERIE_CONFIG'})")  # fmt: skip
         _add_flags(step, Run, "", sections)
+    for name, (module, line) in TOOLS.items():
+        tool = steps.add_parser(name, help=line, description=f"{name}: {line}.", allow_abbrev=False)
+        importlib.import_module(module).add_arguments(tool)
     return parser
 
 
