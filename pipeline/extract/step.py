@@ -74,7 +74,7 @@ def extract(config: Run) -> None:
     with exclusive(job.folder, "extract"):
         manifest = claim(job.folder, "extract", job.inputs)
         if manifest and _is_whole(job.folder, manifest):
-            print(f"extract  {job.folder} is finished ({manifest.totals['samples']:,} samples), nothing to do")
+            print(f"extract  already done: {manifest.totals['samples']:,} samples  {job.folder}")
             return
         try:
             _extract(job)

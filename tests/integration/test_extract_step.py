@@ -153,7 +153,7 @@ def test_interrupted_twice_and_damaged_gives_the_same_bytes(undisturbed: Path, l
 def test_finished_folder_is_left_alone(undisturbed: Path, capsys: pytest.CaptureFixture[str]):
     before = contents(undisturbed / "runs" / "test" / "hidden")
     assert main(["extract", "--config", str(undisturbed / "run.toml")]) == 0
-    assert "is finished (12 samples), nothing to do" in capsys.readouterr().out
+    assert "already done: 12 samples" in capsys.readouterr().out
     assert contents(undisturbed / "runs" / "test" / "hidden") == before
 
 

@@ -62,7 +62,7 @@ def test_finished_folder_starts_no_engine(config: Path, stand_in: type[StandIn],
     assert extract(config) == 0
     assert extract(config) == 0
     assert stand_in.started == stand_in.closed == 1
-    assert "nothing to do" in capsys.readouterr().out
+    assert "already done" in capsys.readouterr().out
 
 
 # ---- Bad input
