@@ -56,13 +56,11 @@ def test_a_patch_that_does_not_apply_exactly_stops_the_build(changed):
 
 
 def test_a_call_that_does_not_fit_this_vllm_stops_the_build(changed):
-    """Without the patch speculators makes a Scheduler without block_size, which vLLM 0.16 requires."""
-    (changed.folder / PATCH).unlink()
-    series = changed.folder / PATCH.parent / "series"
-    series.write_text(series.read_text().replace(f"{PATCH.name}\n", ""))
+    with (changed.folder / "pipeline" / "vocab.py").open("a") as file:
+        file.write("\n\ndef wrong():\n    from vllm import LLM\n\n    LLM(model='m', max_modle_len=1)\n")
     code, output = build(changed, check=False)
     assert code != 0
-    assert "required argument 'block_size' is missing" in output
+    assert "takes no argument 'max_modle_len'; is 'max_model_len' meant?" in output
 
 
 def test_unknown_build_is_refused_before_any_work(changed):
