@@ -85,6 +85,10 @@ build() {
     --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "PATCHES=$patches" \
     "${flags[@]}" ${BUILD_FLAGS:-} .
   [[ $stage != runtime ]] || choose "aerie:$tag"
+  if [[ $variant == nightly ]] && ! grep -q '^vllm.*--hash=' docker/locks/nightly-wheel.txt; then
+    echo "image: WARNING: the nightly was taken without a check: docker/locks/nightly-wheel.txt has no sha256. Run" >&2
+    echo "image: WARNING: make lock on a machine that reaches its address, and commit the file" >&2
+  fi
   echo "image: built aerie:$tag ($(docker image inspect -f '{{.Size}}' "aerie:$tag" | numfmt --to=si)B)"
 }
 

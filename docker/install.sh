@@ -24,7 +24,8 @@ case $variant in
   *) fail "VLLM=$variant: there are nightly, release and cpu" ;;
 esac
 
-install_nightly() {
+# The nightly's requirement, as it will be installed: /tmp/wheel.txt, and `hashes`, the flag that goes with it.
+find_nightly() {
   local line url wheel
   line=$(grep -v '^#' locks/nightly-wheel.txt)
   url=${line#vllm @ } url=${url%% *}
@@ -33,15 +34,15 @@ install_nightly() {
     line="vllm @ file://$PWD/$wheel${line#*"$url"}"
   fi
   printf '%s\n' "$line" > /tmp/wheel.txt
-  local hashes=(--require-hashes)
+  hashes=(--require-hashes)
   if [[ $line != *--hash=* ]]; then
-    hashes=()
+    hashes=(--no-verify-hashes)
     echo "build: WARNING: docker/locks/nightly-wheel.txt has no sha256, so whatever is served at" >&2
     echo "build: WARNING: $url is taken. Run 'make lock' and commit the file." >&2
   fi
-  $uv pip install -q --no-deps "${hashes[@]}" -r /tmp/wheel.txt || fail "the nightly cannot be installed (see above). \
+  # Before all the rest is installed: is it to be had?
+  $uv pip install -q --dry-run --no-deps "${hashes[@]}" -r /tmp/wheel.txt || fail "the nightly cannot be had (see above). \
 If it is no longer served: put a copy of the wheel into docker/wheels/, or build on the release with VLLM=release"
-  rm /tmp/wheel.txt
 }
 
 # What the installed packages declare and do not get, beyond the overrides in locks/ (and a runtime for Intel's GPUs,
@@ -59,11 +60,13 @@ if [[ ${2:-} == test ]]; then
   $uv pip install -q --require-hashes -r "locks/test-$variant.txt"
 else
   $uv venv -q --python python3 "$VIRTUAL_ENV"
+  [[ $variant != nightly ]] || find_nightly
   $uv pip sync -q --require-hashes "locks/$variant.txt" || fail "the packages in docker/locks/$variant.txt cannot be \
 installed (see above)"
-  [[ $variant != nightly ]] || install_nightly
+  [[ $variant != nightly ]] || $uv pip install -q --no-deps "${hashes[@]}" -r /tmp/wheel.txt
 fi
 check
+rm -f /tmp/wheel.txt
 for pin in "${wanted[@]}"; do
   found=$(python -c 'import sys; from importlib.metadata import version; print(version(sys.argv[1]))' "${pin%=*}")
   [[ $found == "${pin#*=}" ]] || fail "${pin%=*} $found is installed, not ${pin#*=}"
