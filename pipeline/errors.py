@@ -4,6 +4,11 @@
 1  a fault of ours 4  unusable input or model    5  disk without room
 """
 
+import errno
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of an OSError that mean a full disk: told as SpaceError is, whatever was being written."""
+
 
 class UserError(ValueError):
     """What is wrong, where, and what to do. `exit_code` is what the process ends with."""
