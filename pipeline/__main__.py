@@ -20,6 +20,7 @@ STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "vocab": ("pipeline.vocab", "choose the words that the draft can say", ("target", "vocab")),
     "train": ("pipeline.train", "train the draft", ("target", "train")),
     "evaluate": ("pipeline.evaluate", "acceptance length on held-out prompts", ("target", "evaluate")),
+    "serve": ("pipeline.serve", "the target with its draft behind an OpenAI API", ("target", "serve")),
     "demo": ("pipeline.demo", "all steps on SmolLM2-135M-Instruct, without a GPU", tuple(Run.model_fields)),
 }
 DEMO_CONFIG = Path("configs/smollm2-135m.toml")

@@ -186,6 +186,25 @@ class EvaluateSection(Section):
     """Python of the environment whose vLLM decodes (engine `vllm`), when it is not this one."""
 
 
+class ServeSection(Section):
+    """The target behind an OpenAI API, by vLLM's own server. Requests name the model as the run is named."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 (in a container) is every one: who reaches it can use the model."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """Port to listen on."""
+    draft: bool = True
+    """Decode with checkpoints/best; false serves the target alone."""
+    num_speculative_tokens: Count = 3
+    """Draft tokens per step."""
+    max_num_seqs: Count | None = None
+    """Requests decoded at once. Default: vLLM's."""
+    enforce_eager: bool = False
+    """Start without compiling and capturing graphs: starts in seconds, decodes slower."""
+    arguments: list[str] = []
+    """More arguments of `vllm serve`, for example ["--max-model-len", "32768"]."""
+
+
 class Run(BaseSettings):
     """All of one run. Everything it makes lies under `runs_dir`/`name`/."""
 
@@ -210,6 +229,7 @@ class Run(BaseSettings):
     vocab: VocabSection = VocabSection()
     train: TrainSection = TrainSection()
     evaluate: EvaluateSection = EvaluateSection()
+    serve: ServeSection = ServeSection()
 
     @model_validator(mode="after")
     def _rows_hold_samples(self) -> "Run":
