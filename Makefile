@@ -23,7 +23,7 @@ test: setup .venv-serve/.complete ## All tests, on the real engine, in about 12 
 
 ##@ Steps (make extract CONFIG=configs/NAME.toml ARGS="--extract.shard_tokens 8192")
 CONFIG ?= configs/smollm2-135m.toml
-prepare extract vocab train evaluate: setup ## One step; what its manifest proves done is not done again
+prepare extract vocab train evaluate serve: setup ## One step; what its manifest proves done is not done again
 	$(RUN) -m pipeline $@ --config $(CONFIG) $(ARGS)
 
 ##@ Upkeep
@@ -61,4 +61,4 @@ $(UV): $(LOCKS)/uv.txt
 	VIRTUAL_ENV=.venv-serve $(UV) pip sync -q --require-hashes $(LOCKS)/serve.txt
 	touch $@
 
-.PHONY: help demo test prepare extract vocab train evaluate setup check lock clean
+.PHONY: help demo test prepare extract vocab train evaluate serve setup check lock clean
