@@ -4,7 +4,6 @@ AERIE_CONFIG in the environment stands for --config.
 """
 
 import argparse
-import errno
 import importlib
 import json
 import os
@@ -15,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.config import Run, load
-from pipeline.errors import SpaceError, UserError
+from pipeline.errors import NO_ROOM, SpaceError, UserError
 
 STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     # name: (module with run(config: Run) -> None, one line, sections whose keys the step reads)
@@ -26,6 +25,7 @@ STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "evaluate": ("pipeline.evaluate", "acceptance length on held-out prompts", ("target", "evaluate")),
     "preflight": ("pipeline.preflight.step", "what can be known in seconds, before a model is loaded", ("target",)),
     "report": ("pipeline.report", "what each step has made and what the draft is worth", ()),
+    "serve": ("pipeline.serve", "the target with its draft behind an OpenAI API", ("target", "serve")),
     "demo": ("pipeline.demo", "all steps on SmolLM2-135M-Instruct, without a GPU", tuple(Run.model_fields)),
 }
 DEMO_CONFIG = Path("configs/smollm2-135m.toml")
@@ -63,7 +63,7 @@ def run_step(step: str, config: Run) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_ROOM:
             raise
         print(f"{step}: no room left on the disk ({error}). Make room, run it again: it goes on", file=sys.stderr)
         return SpaceError.exit_code

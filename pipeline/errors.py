@@ -6,6 +6,11 @@
 `versions` ends with 1 where something differs, `preflight` with 4 where a check failed.
 """
 
+import errno
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of an OSError that mean a full disk: told as SpaceError is, whatever was being written."""
+
 
 class UserError(ValueError):
     """What is wrong, where, and what to do. `exit_code` is what the process ends with."""

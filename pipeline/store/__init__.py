@@ -11,6 +11,7 @@ from pipeline.store.atomic import (
     exclusive,
     file_sha256,
     require_space,
+    waiting,
     write_bytes,
     write_json,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "require_space",
     "run_key",
     "verify",
+    "waiting",
     "write_bytes",
     "write_json",
 ]

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,14 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def require_space(folder: Path, size_bytes: int, step: str) -> None:
-    """Raise SpaceError, with both numbers, unless `folder`'s disk has `size_bytes` free."""
+def require_space(folder: Path, size_bytes: int, step: str, key: str = "runs_dir") -> None:
+    """Raise SpaceError, with both numbers and the key that says where, unless `folder`'s disk has `size_bytes` free."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < size_bytes:
         raise SpaceError(
             f"{step}: {folder} has {free / 1e9:.2f} GB free and about {size_bytes / 1e9:.2f} GB will be written. "
-            "Make room or set runs_dir to another disk; nothing was changed"
+            f"Make room or set {key} to another disk; nothing was changed"
         )
 
 
@@ -96,6 +96,22 @@ def exclusive(folder: Path, step: str) -> Iterator[None]:
         lock.truncate()
         lock.write(str(os.getpid()))
         lock.flush()
+        yield
+
+
+@contextmanager
+def waiting(path: Path, say: Callable[[], None]) -> Iterator[None]:
+    """Hold `path`, which need not exist, for one process; where another one has it, call `say` and wait for it.
+
+    The lock is a file beside `path`, which stays: removing it would let a third process in beside a second one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say()
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

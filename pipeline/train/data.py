@@ -133,4 +133,6 @@ def lay_out(reader: StatesReader, samples: list[int], length: int) -> Row:
         row.last_RH[place] = sample.last_states_SH
         row.documents.append((start, start + size))
         start += size
+    if not samples:  # attention needs a document: one token of padding, in which nothing is supervised
+        row.documents.append((0, 1))
     return row

@@ -1,4 +1,4 @@
-"""The training loop: one process or several (torchrun), the same losses either way."""
+"""The training loop: one process or several, the same losses either way."""
 
 import math
 import time
@@ -134,7 +134,9 @@ class Trainer:
                 f"samples {', '.join(names[:4])}. Lower train.learning_rate or look at these samples"
             )
         self.optimizer.step()
-        return metrics, int(self._over_processes(torch.tensor([sum(d[1] - d[0] for r in rows for d in r.documents)])))
+        lengths_N = self.train_rows.reader.lengths_N
+        tokens = sum(int(lengths_N[i]) for row in indices for i in row)
+        return metrics, int(self._over_processes(torch.tensor([tokens])))
 
     def _noise(self, row: Row, number: int, index: int) -> Tensor | None:
         if self.section.noise == 0:

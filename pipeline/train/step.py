@@ -1,6 +1,7 @@
 """The step itself: checks, set-up of processes and model, the loop, the manifest."""
 
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pipeline.train.loss import TargetHead
 from pipeline.train.report import Reporter
 from pipeline.vocab import load_map
 
-WITHOUT_EFFECT_ON_BYTES = {"tracker", "threads", "keep_checkpoints"}
+WITHOUT_EFFECT_ON_BYTES = {"tracker", "processes", "threads", "keep_checkpoints"}
 
 
 def run(config: Run) -> None:
@@ -62,6 +63,12 @@ def _train(
     config: Run, place: Place, target: Target, reader: StatesReader, maps: tuple[Tensor, Tensor], folder: Path
 ) -> dict[str, Any]:
     section, (d2t_D, t2d_V) = config.train, maps
+    if place.first and section.rows_per_step % place.world:
+        print(
+            f"train  rows_per_step {section.rows_per_step} is no multiple of the {place.world} processes: "
+            "in each step some compute an empty row",
+            file=sys.stderr,
+        )
     train, validation = split_by_conversation(reader.conversation_ids, section.validation_share, config.seed)
     _refuse_nothing_to_learn(reader, train)
     head = target.head()
@@ -120,7 +127,11 @@ def _refuse_nothing_to_learn(reader: StatesReader, train: list[int]) -> None:
 
 
 class _processes:  # noqa: N801 (used as a function)
-    """This process's place among torchrun's, and its device; the process group ends with the block."""
+    """This process's place among those of torchrun or pipeline.train.launch, and its device.
+
+    The process group ends with the block, but not at an error: another process may be waiting in a collective
+    operation, and closing the group could then wait for that one. The process ends, and its connections with it.
+    """
 
     def __init__(self, threads: int | None):
         self.threads = threads
@@ -142,8 +153,8 @@ class _processes:  # noqa: N801 (used as a function)
             dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
         return Place(rank, world, device)
 
-    def __exit__(self, *_: object) -> None:
-        if dist.is_initialized():
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if dist.is_initialized() and error is None:
             dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The train step as a user runs it: torchrun, kill and resume, bad input."""
+"""The train step as a user runs it: one process and several, kill and resume, bad input."""
 
 import os
 import signal
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from pipeline import vocab
 from pipeline.config import Run, load
+from pipeline.store import claim, read_manifest
 from tests.models import Reference
 from tests.training import greedy_answers, make_hidden, write_config
 
@@ -36,16 +37,17 @@ def prepared_run(folder: Path, llama_folder: Path, answers, **train) -> tuple[Pa
     return path, config
 
 
-def command(path: Path, *flags: str, processes: int = 1) -> list[str]:
-    start = [sys.executable]
-    if processes > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return [*start, "-m", "pipeline", "train", "--config", str(path), *flags]
+TWO = ("--train.processes", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def train(path: Path, *flags: str, processes: int = 1) -> subprocess.CompletedProcess:
+def command(path: Path, *flags: str, launcher: tuple[str, ...] = ()) -> list[str]:
+    return [sys.executable, *launcher, "-m", "pipeline", "train", "--config", str(path), *flags]
+
+
+def train(path: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command(path, *flags, processes=processes), capture_output=True, text=True, check=False, timeout=300
+        command(path, *flags, launcher=launcher), capture_output=True, text=True, check=False, timeout=300
     )
 
 
@@ -63,12 +65,14 @@ def best_weights(config: Run) -> dict[str, torch.Tensor]:
 
 def test_two_processes_give_the_loss_curve_of_one(tmp_path, llama_folder, answers):
     runs = []
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
+    for name, flags in (("one", ()), ("two", TWO)):
+        folder = tmp_path / name
         folder.mkdir()
         path, config = prepared_run(folder, llama_folder, answers, tracker="tensorboard")
-        done = train(path, processes=processes)
+        done = train(path, *flags)
         assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stderr.count("samples to train on") == 1
+        assert done.stdout.count("acceptance length") == 1
         runs.append(config)
     one, two = (curve(config, "loss") for config in runs)
     assert len(one) >= 8
@@ -78,6 +82,64 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path, llama_folder, answer
     np.testing.assert_allclose(*(curve(config, "gradient_norm") for config in runs), rtol=5e-3)
     for name, tensor in best_weights(runs[0]).items():
         torch.testing.assert_close(best_weights(runs[1])[name], tensor, rtol=1e-2, atol=2e-3)
+
+    again = train(path)
+    assert again.returncode == 0, "another number of processes is not another run"
+    assert "already done" in again.stdout
+
+
+def test_torchrun_starts_it_too_also_with_fewer_rows_than_processes(tmp_path, llama_folder, answers):
+    configs = []
+    for name, launcher in (("one", ()), ("torchrun", TORCHRUN)):
+        (tmp_path / name).mkdir()
+        path, config = prepared_run(tmp_path / name, llama_folder, answers, epochs=1, rows_per_step=1)
+        done = train(path, launcher=launcher)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stderr.count("samples to train on") == 1
+        assert ("rows_per_step 1 is no multiple of the 2 processes" in done.stderr) == (name == "torchrun")
+        configs.append(config)
+    one, two = (read_manifest(config.folder("checkpoints"), "train").totals for config in configs)
+    assert one["steps"] == two["steps"]
+    assert one["acceptance_length"] == pytest.approx(two["acceptance_length"], rel=1e-2)
+    for key, tensor in best_weights(configs[0]).items():
+        torch.testing.assert_close(best_weights(configs[1])[key], tensor, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_two_processes_stopped_by_a_signal_go_on(tmp_path, llama_folder, answers, number, code):
+    path, config = prepared_run(tmp_path, llama_folder, answers, checkpoint_steps=2)
+    takes_ctrl_c = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = f"import sys; {takes_ctrl_c}; from pipeline.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen([sys.executable, "-c", start, *command(path, *TWO)[3:]], stderr=-1, text=True)
+    wait_for(config.folder("checkpoints") / "step-00000002", process)
+    process.send_signal(number)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == code
+    assert said.count("train: stopped. Run it again") == (number == signal.SIGINT)
+    assert "Traceback" not in said
+    assert "Warning" not in said
+    done = train(path, *TWO)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--train.tokens_per_row", "32", "--target.max_length", "32"], 4, "a sample has"),  # all of them say so
+        (["--train.epochs", "5"], 3, "was made with epochs 4, this run has 5"),  # the first one says so
+    ],
+)
+def test_two_processes_tell_a_fault_once_and_end_with_its_code(tmp_path, llama_folder, answers, flags, code, message):
+    from pipeline.store.states import StatesReader
+    from pipeline.train.step import _inputs
+
+    path, config = prepared_run(tmp_path, llama_folder, answers)
+    if code == 3:
+        claim(config.folder("checkpoints"), "train", _inputs(config, StatesReader(config.folder("hidden"))))
+    done = train(path, *TWO, *flags)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count(message) == 1
+    assert "Traceback" not in done.stderr
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, llama_folder, answers):
@@ -102,20 +164,22 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, llama_folder, answer
 
 def kill_after(path: Path, checkpoint: Path) -> None:
     process = subprocess.Popen(command(path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(checkpoint, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "ended before it was killed"
+
+
+def wait_for(checkpoint: Path, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 120
     while not checkpoint.is_dir():
         assert process.poll() is None, "ended before its first checkpoint"
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "ended before it was killed"
 
 
 def test_the_saved_config_carries_the_ids_that_were_captured(tmp_path, llama_folder, answers):
     """0.3.0 saved none, and vLLM's default served other layers than training saw."""
     import json
-
-    from pipeline.store import read_manifest
 
     path, config = prepared_run(tmp_path, llama_folder, answers, epochs=1)
     assert train(path).returncode == 0

@@ -1,0 +1,219 @@
+"""Several processes end as one does: the first fault's exit code and its message, once; signals; nobody left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import TrainSection
+from pipeline.errors import ConfigError, InputError, MismatchError
+from pipeline.train import launch as module
+from pipeline.train.launch import launch, num_processes
+
+ROOT = Path(__file__).parents[2]
+FOREVER_S = 600
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def meet() -> None:
+    """Wait for each other, as every training step does; it fails in the others when one is gone."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+
+
+def task_write(folder: str) -> None:
+    meet()
+    Path(folder, str(rank())).write_text(" ".join(os.environ[key] for key in ("WORLD_SIZE", "LOCAL_RANK")))
+
+
+def task_user_fault_in_all(_: str) -> None:
+    meet()
+    raise InputError("test: all say so")
+
+
+def task_user_fault_in_one(_: str) -> None:
+    meet()
+    if rank() == 1:
+        raise MismatchError("test: one says so")
+    while True:
+        meet()
+
+
+def task_full_disk_in_one(_: str) -> None:
+    import errno
+
+    meet()
+    if rank() == 0:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    meet()
+
+
+def task_crash_in_one(_: str) -> None:
+    meet()
+    if rank() == 1:
+        raise RuntimeError("ours")
+    while True:
+        meet()
+
+
+def task_killed(_: str) -> None:
+    meet()
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        meet()
+
+
+def task_deaf(folder: str) -> None:
+    """Neither reads signals nor ends by itself."""
+    if rank() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(folder, "deaf").touch()
+        time.sleep(FOREVER_S)
+    while not Path(folder, "deaf").exists():
+        time.sleep(0.01)
+    raise InputError("test: the other one does not hear")
+
+
+def task_wait(folder: str) -> None:
+    Path(folder, f"{rank()}.{os.getpid()}").touch()
+    time.sleep(FOREVER_S)
+
+
+def test_all_do_their_part(tmp_path):
+    launch(2, task_write, str(tmp_path))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2 0", "1": "2 1"}
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "message"),
+    [
+        (task_user_fault_in_all, InputError, "test: all say so"),
+        (task_user_fault_in_one, MismatchError, "test: one says so"),
+        (task_full_disk_in_one, OSError, "No space left"),
+    ],
+)
+def test_a_users_fault_is_raised_as_by_one_process(task, error, message, capfd):
+    with pytest.raises(error, match=message):
+        launch(2, task, "")
+    said = "".join(capfd.readouterr())
+    assert message not in said, "it is told by who catches it"
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (task_crash_in_one, "RuntimeError: ours"),
+        (task_killed, "train: process 2 of 2 was ended by SIGKILL (out of memory?)"),
+    ],
+)
+def test_a_crash_is_the_one_that_was_first(task, message, capfd):
+    """Not that of a process whose neighbour is gone: "Connection closed by peer" says nothing."""
+    with pytest.raises(SystemExit) as ended:
+        launch(2, task, "")
+    assert ended.value.code == 1
+    said = capfd.readouterr().err
+    assert said.count(message) == 1
+    assert said.count("Traceback") == (task is task_crash_in_one)
+    assert "Connection" not in said
+
+
+def test_the_cause_is_told_from_its_consequences():
+    """Two reports may have come before either is read."""
+    gone = module._Fault(1.0, "Connection closed by peer")
+    crash = module._Fault(2.0, "later crash")
+    users = module._Fault(3.0, "", InputError("no consequence of anything"))
+    killed = module._Fault(3.0, "was ended by SIGKILL", killed=True)
+    assert min([crash, gone], key=module._Fault.precedence) is gone
+    assert min([crash, gone, killed], key=module._Fault.precedence) is killed
+    assert min([crash, gone, killed, users], key=module._Fault.precedence) is users
+
+
+def test_who_does_not_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "GRACE_S", 0.5)
+    with pytest.raises(InputError, match="does not hear"):
+        launch(2, task_deaf, str(tmp_path))
+
+
+LAUNCH = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with SIGINT ignored
+from pipeline.__main__ import STEPS, run_step
+from pipeline.train import launch
+from tests.integration.test_train_processes import task_wait
+class Module:
+    run = staticmethod(lambda folder: launch.launch(2, task_wait, folder))
+if __name__ == "__main__":
+    sys.modules["waits"] = Module
+    STEPS["waits"] = ("waits",)
+    sys.exit(run_step("waits", sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["to the parent", "to all of the terminal"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_signal_ends_all_of_them(tmp_path, number, code, to_all):
+    script, folder = tmp_path / "script.py", tmp_path / "ranks"
+    folder.mkdir()
+    script.write_text(LAUNCH)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen(
+        [sys.executable, script, folder], cwd=ROOT, env=environment, stderr=-1, text=True, start_new_session=True
+    )
+    try:
+        until(lambda: len(list(folder.iterdir())) == 2, 60)
+        workers = [int(path.suffix[1:]) for path in folder.iterdir()]
+        (os.killpg if to_all else os.kill)(parent.pid, number)
+        begun = time.monotonic()
+        said = parent.communicate(timeout=30)[1]
+        assert time.monotonic() - begun < 5
+        assert parent.returncode == code
+        assert said == ("waits: stopped. Run it again: it goes on\n" if number == signal.SIGINT else "")
+        until(lambda: not any(is_alive(pid) for pid in workers), 5)
+    finally:
+        if parent.poll() is None:
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+def until(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(("gpus", "wanted", "count"), [(0, None, 1), (0, 3, 3), (8, None, 8), (8, 2, 2)])
+def test_the_number_of_processes(monkeypatch, gpus, wanted, count):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert num_processes(TrainSection(processes=wanted)) == count
+    monkeypatch.setenv("RANK", "0")
+    assert num_processes(TrainSection(processes=wanted)) == 1, "torchrun's processes start no others"
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"train\.processes is 3, and 2 GPUs are visible"):
+        num_processes(TrainSection(processes=3))
