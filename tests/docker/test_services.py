@@ -154,7 +154,7 @@ def test_steps_after_prepare_cannot_leave_the_box(checkout):
 def test_serve_gets_healthy_and_answers(checkout, trained):
     try:
         checkout.compose("up", "--detach", "--wait", "--no-deps", "serve", AERIE_SERVE_ADDRESS="127.0.0.1:18765")
-        body = '{"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}'
+        body = '{"model": "few", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}'
         ask = [
             "curl",
             "-fsS",
