@@ -63,7 +63,10 @@ else
   [[ $variant != nightly ]] || find_nightly
   $uv pip sync -q --require-hashes "locks/$variant.txt" || fail "the packages in docker/locks/$variant.txt cannot be \
 installed (see above)"
-  [[ $variant != nightly ]] || $uv pip install -q --no-deps "${hashes[@]}" -r /tmp/wheel.txt
+  if [[ $variant == nightly ]]; then
+    $uv pip install -q --no-deps "${hashes[@]}" -r /tmp/wheel.txt || fail "the nightly is not installed (see above). A \
+hash mismatch means another file than the one recorded in docker/locks/nightly-wheel.txt: do not use it"
+  fi
 fi
 check
 rm -f /tmp/wheel.txt
