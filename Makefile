@@ -14,7 +14,7 @@ STEP := docker compose run --rm --no-deps
 ifdef CONFIG
 export AERIE_CONFIG := $(CONFIG)
 endif
-export VLLM BASE BASE_PYTHON INDEX CA BUILD_FLAGS STAGE REGISTRY TAG
+export VLLM BASE BASE_PYTHON INDEX CA BUILD_FLAGS STAGE SBOM REGISTRY TAG
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -9,7 +9,7 @@
 # image's digest to image.env; commit that file, and a teammate's pull gets the same bits.
 # Also read: BASE (another base image), BASE_PYTHON (the one in it), INDEX (a package index; without credentials: they
 # would be in the history), CA (certificates of a proxy), BUILD_FLAGS (more flags of docker build), STAGE (another stage
-# than runtime).
+# than runtime), SBOM=1 (list the packages in an attestation as well: minutes, and another image that does it).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export DOCKER_BUILDKIT=1
@@ -75,9 +75,10 @@ build() {
   [[ -z ${INDEX:-} ]] || flags+=(--build-arg "INDEX=$INDEX")
   [[ -z ${CA:-} ]] || flags+=(--secret "id=ca,src=$CA")
   if docker info -f '{{json .DriverStatus}}' | grep -q 'io.containerd.snapshotter'; then
-    flags+=(--provenance=mode=max --sbom=true)
-  else
-    echo "image: no SBOM and no provenance: this engine keeps images without them (turn its containerd image store on)"
+    flags+=(--provenance=mode=max)
+    [[ -z ${SBOM:-} ]] || flags+=(--sbom=true)
+  elif [[ -n ${SBOM:-} ]]; then
+    fail "this engine keeps images without SBOM and provenance. Turn its containerd image store on, or leave SBOM out"
   fi
   [[ $stage == runtime ]] || tag+=-$stage
   # shellcheck disable=SC2086 # several flags in one variable
