@@ -29,8 +29,8 @@ def target_model(facts: Facts) -> Finding:
     section = facts.config.target
     path, folder = section.path, local_folder(section)
     if folder is None:
-        if Path(path).suffix == ".gguf":
-            return Finding(State.OK, f"{path}: unpacked by prepare")
+        if section.gguf and not Path(path).exists():
+            return Finding(State.OK, f"{path}: not there yet, unpacked from {section.gguf} by prepare")
         if is_hub_name(path):
             return Finding(State.OK, f"{path}: no folder here, taken for a Hugging Face name: fetched by prepare")
         advice = "Set target.path to the model's folder or Hugging Face name"
@@ -59,7 +59,7 @@ def local_folder(section: TargetSection) -> Path | None:
     """Where the target lies on this machine, the hub's cache included; None if it does not."""
     if Path(section.path).is_dir():
         return Path(section.path)
-    if Path(section.path).suffix == ".gguf" or not is_hub_name(section.path):
+    if section.gguf or not is_hub_name(section.path):
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -409,18 +409,18 @@ def test_a_target_without_a_configuration(facts, model, content):
 
 
 @pytest.mark.parametrize(
-    ("path", "state", "text"),
+    ("target", "state", "text"),
     [
-        ("owner-of-none/model", OK, "fetched by prepare"),
-        ("models/none.gguf", OK, "unpacked by prepare"),
-        ("/nowhere/model", FAIL, "no such folder"),
-        ("./nowhere/model", FAIL, "no such folder"),
-        ("model", FAIL, "no such folder"),
-        ("owner of/none at all", OK, "fetched by prepare"),
+        ({"path": "owner-of-none/model"}, OK, "fetched by prepare"),
+        ({"path": "models/none", "gguf": "package:model.gguf"}, OK, "unpacked from package:model.gguf by prepare"),
+        ({"path": "/nowhere/model"}, FAIL, "no such folder"),
+        ({"path": "./nowhere/model"}, FAIL, "no such folder"),
+        ({"path": "model"}, FAIL, "no such folder"),
+        ({"path": "owner of/none at all"}, OK, "fetched by prepare"),
     ],
 )
-def test_a_target_that_is_not_here_yet(facts, monkeypatch, tmp_path, path, state, text):
-    finding = found(facts(target={"path": path}))["target model"]
+def test_a_target_that_is_not_here_yet(facts, target, state, text):
+    finding = found(facts(target=target))["target model"]
     assert finding.state is state
     assert text in finding.text
 
