@@ -101,10 +101,8 @@ def restore(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -> Progr
                 parameter.copy_(tensors[f"weight/{name}"])
                 if not parameter.requires_grad:
                     continue
-                optimizer.state[parameter] = {
-                    "step": tensors[f"step/{name}"].clone(),
-                    "exp_avg": tensors[f"exp_avg/{name}"].to(parameter.device),
-                    "exp_avg_sq": tensors[f"exp_avg_sq/{name}"].to(parameter.device),
+                optimizer.state[parameter] = {  # the fused AdamW wants its step counter beside the weights, too
+                    key: tensors[f"{key}/{name}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
                 }
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise InputError(f"train: {path} cannot be resumed ({error}). Remove it: the one before it is used") from None

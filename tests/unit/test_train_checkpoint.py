@@ -11,6 +11,9 @@ from pipeline.train.checkpoint import Keeper, Progress, newest, restore
 from pipeline.train.loop import schedule
 
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
 class Draft(torch.nn.Module):
     """As much of a draft as a checkpoint sees."""
 
@@ -78,6 +81,26 @@ def test_optimiser_state_comes_back_in_float32(tmp_path: Path, draft, optimizer)
         for key, value in optimizer.state[one].items():
             assert torch.equal(value, fresh.state[two][key]), key
             assert fresh.state[two][key].dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_restored_optimiser_goes_on_as_the_one_that_was_saved(tmp_path: Path, device):
+    """On a GPU the fused AdamW refuses a step counter that was left on the CPU."""
+    drafts = [Draft().to(device) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(draft.parameters(), lr=0.1, fused=True) for draft in drafts]
+    step(drafts[0], optimizers[0])
+    Keeper(tmp_path, {}, 1)(drafts[0], optimizers[0], Progress(step=1))
+    restore(newest(tmp_path), drafts[1], optimizers[1])
+    for draft, optimizer in zip(drafts, optimizers, strict=True):
+        step(draft, optimizer)
+    for one, two in zip(*(draft.parameters() for draft in drafts), strict=True):
+        assert torch.equal(one, two)
+
+
+def step(draft: Draft, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    draft.fc(torch.ones(2, device=draft.fc.weight.device)).square().sum().backward()
+    optimizer.step()
 
 
 def test_a_torn_checkpoint_is_named(tmp_path: Path, draft, optimizer):
