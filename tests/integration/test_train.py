@@ -37,7 +37,7 @@ def prepared_run(folder: Path, llama_folder: Path, answers, **train) -> tuple[Pa
     return path, config
 
 
-TWO = ("--train.processes", "2")
+ONE, TWO = ("--train.processes", "1"), ("--train.processes", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -65,7 +65,7 @@ def best_weights(config: Run) -> dict[str, torch.Tensor]:
 
 def test_two_processes_give_the_loss_curve_of_one(tmp_path, llama_folder, answers):
     runs = []
-    for name, flags in (("one", ()), ("two", TWO)):
+    for name, flags in (("one", ONE), ("two", TWO)):
         folder = tmp_path / name
         folder.mkdir()
         path, config = prepared_run(folder, llama_folder, answers, tracker="tensorboard")
@@ -90,10 +90,10 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path, llama_folder, answer
 
 def test_torchrun_starts_it_too_also_with_fewer_rows_than_processes(tmp_path, llama_folder, answers):
     configs = []
-    for name, launcher in (("one", ()), ("torchrun", TORCHRUN)):
+    for name, launcher in (("one", ()), ("torchrun", TORCHRUN)):  # under torchrun, train.processes has no effect
         (tmp_path / name).mkdir()
         path, config = prepared_run(tmp_path / name, llama_folder, answers, epochs=1, rows_per_step=1)
-        done = train(path, launcher=launcher)
+        done = train(path, *ONE, launcher=launcher)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stderr.count("samples to train on") == 1
         assert ("rows_per_step 1 is no multiple of the 2 processes" in done.stderr) == (name == "torchrun")

@@ -10,7 +10,6 @@ from pipeline.errors import InputError
 from pipeline.train.checkpoint import Keeper, Progress, newest, restore
 from pipeline.train.loop import schedule
 
-
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
