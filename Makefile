@@ -11,18 +11,21 @@ LOCKS := docker/locks
 UV := .venv-uv/bin/uv
 RUN := .venv/bin/python
 STEP := docker compose run --rm --no-deps
-ifdef CONFIG
+# Read from the command line only: an environment may have a TAG or a BASE that means something else.
+OPTIONS := VLLM STAGE BASE BASE_PYTHON INDEX CA SBOM BUILD_FLAGS REGISTRY TAG CONFIG DOCKER ARGS
+$(foreach name,$(OPTIONS),$(if $(filter command%,$(origin $(name))),,$(eval unexport $(name))$(eval $(name) :=)))
+export VLLM STAGE BASE BASE_PYTHON INDEX CA SBOM BUILD_FLAGS REGISTRY TAG
+ifneq ($(CONFIG),)
 export AERIE_CONFIG := $(CONFIG)
 endif
-export VLLM BASE BASE_PYTHON INDEX CA BUILD_FLAGS STAGE SBOM REGISTRY TAG
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 ##@ Without Docker (each sets up what it needs)
 demo: ## All steps on SmolLM2-135M-Instruct, no GPU: a draft and what it is worth, in 12 minutes (DOCKER=1: in the image)
-ifdef DOCKER
-	$(STEP) --entrypoint 'python -m pipeline demo' prepare $(ARGS)
+ifneq ($(DOCKER),)
+	$(STEP) -e HF_HUB_OFFLINE=1 -e HF_TOKEN_PATH=/dev/null --entrypoint 'python -m pipeline demo' prepare $(ARGS)
 else
 	@$(MAKE) --no-print-directory setup
 	$(RUN) -m pipeline demo $(ARGS)
@@ -70,12 +73,12 @@ check: setup ## Lint, types, patches, and every call into vLLM against the signa
 	$(RUN) -m pipeline.preflight.contract
 
 # vLLM 0.16's neighbours are locked as they were in its days; those of the CPU build are younger, and tested here.
-COMPILE := $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
+COMPILE := pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
   --no-emit-find-links --custom-compile-command "make lock"
 IN_ITS_DAYS := --exclude-newer 2026-03-15
 lock: $(UV) ## Resolve the locks anew from their .in files; record the nightly's sha256 (needs a package index)
-	cd $(LOCKS) && \
-	compile() { $(CURDIR)/$(COMPILE) "$$@"; }; \
+	uv="$$PWD/$(UV)"; cd $(LOCKS); \
+	compile() { "$$uv" $(COMPILE) "$$@"; }; \
 	compile --override overrides.txt --override cpu-overrides.txt cpu.in -o cpu.txt; \
 	compile --override overrides.txt $(IN_ITS_DAYS) release.in -o release.txt; \
 	compile --override overrides.txt $(IN_ITS_DAYS) --no-emit-package vllm nightly.in -o nightly.txt; \

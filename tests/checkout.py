@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 USER_ID = os.getuid() or 4321
 """Whom the services run as. As root the tests take a number that no user has."""
+GROUP_ID = os.getgid() or 4321
+VERSION = f"0.0.dev{os.getpid()}"
+"""Of all images that are built here; a number of the build follows."""
 TOKEN = "hf_TestTokenThatMustNotBeFoundAnywhere"
 """In the environment of every command; the services may not see it, but by a file."""
 
@@ -50,7 +54,7 @@ class Checkout:
         done = subprocess.run(
             command,
             cwd=self.folder,
-            env=os.environ | self.environment | environment,
+            env=outer_environment() | self.environment | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -71,6 +75,24 @@ class Checkout:
     def remembered(self, key: str, file: str = ".env") -> str:
         lines = (self.folder / file).read_text().splitlines()
         return next(line.removeprefix(f"{key}=") for line in lines if line.startswith(f"{key}="))
+
+
+def outer_environment() -> dict[str, str]:
+    """Without what would steer make and Compose: the user's own run, image or project."""
+    ours = ("AERIE_", "COMPOSE_", "MAKE", "MFLAGS", "GPU_COUNT", "HF_TOKEN")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+def build_options() -> list[str]:
+    """Of `make build`: the CPU image, on the base that CI has made where the usual one cannot be pulled."""
+    given = {name: os.environ.get(f"AERIE_TEST_{name}") for name in ("BASE", "BASE_PYTHON", "CA")}
+    return ["VLLM=cpu", *(f"{name}={value}" for name, value in given.items() if value)]
+
+
+def version_of_ones_own(folder: Path, version: str) -> None:
+    """Give a copy a version, and so its image a tag, that no image of the user's has."""
+    project = folder / "pyproject.toml"
+    project.write_text(re.sub('(?m)^version = ".*"', f'version = "{version}"', project.read_text()))
 
 
 def copy_checkout(folder: Path) -> Path:

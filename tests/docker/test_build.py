@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import Checkout
+from tests.checkout import VERSION, Checkout, build_options, version_of_ones_own
 
 PATCH = Path("patches/speculators/scheduler-block-size.patch")
 NEW = uuid.uuid4().hex
@@ -19,11 +19,12 @@ def changed(checkout: Checkout, tmp_path: Path) -> Checkout:
     """A copy of the copy, so that the image of the other tests stays the chosen one."""
     folder = tmp_path / "changed"
     shutil.copytree(checkout.folder, folder, ignore=shutil.ignore_patterns("runs", "models"))
+    version_of_ones_own(folder, f"{VERSION}.1")
     return Checkout(folder, checkout.environment)
 
 
 def build(changed: Checkout, check: bool = True) -> tuple[int, str]:
-    done = changed.run("make", "build", VLLM="cpu", BUILD_FLAGS="--progress=plain", check=check)
+    done = changed.run("make", "build", *build_options(), "BUILD_FLAGS=--progress=plain", check=check)
     return done.returncode, done.stdout
 
 
@@ -67,6 +68,24 @@ def test_a_call_that_does_not_fit_this_vllm_stops_the_build(changed):
 
 
 def test_unknown_build_is_refused_before_any_work(changed):
-    done = changed.run("make", "build", VLLM="cuda", check=False)
+    done = changed.run("make", "build", "VLLM=cuda", check=False)
     assert done.returncode != 0
     assert "VLLM=cuda: there are nightly, release and cpu" in done.stdout
+
+
+def test_the_test_stage_passes_its_tests(changed, engine):
+    """In the image, as its user, on the packages that it has."""
+    built = re.search(r"built (\S+)", changed.run("make", "build", *build_options(), "STAGE=test").stdout)
+    assert built
+    told = engine.containers.run(
+        built[1], ["-q", "tests/contract", "tests/unit/test_versions.py"], remove=True
+    ).decode()
+    assert " passed" in told
+
+
+def test_an_environment_does_not_steer_the_build(changed):
+    """A TAG or STAGE that means something else; only the command line counts."""
+    done = changed.run("make", "-n", "build", STAGE="prod", VLLM="cuda", TAG="x")
+    assert done.stdout.strip() == "docker/image.sh build"
+    printed = changed.run("make", "-pn", "build", STAGE="prod", TAG="x").stdout.splitlines()
+    assert {"STAGE :=", "TAG :="} <= {line.strip() for line in printed}

@@ -1,6 +1,7 @@
 """make push and make pull, with a real registry on the loopback. The image is a small one: what counts is the way."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -9,11 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import docker
 import pytest
 
-import docker
-from tests.checkout import Checkout, copy_checkout
+from tests.checkout import VERSION, Checkout, copy_checkout
 
+TAG = f"{VERSION}.2-vllm-cpu0.16.0-0123456789ab"
 REGISTRY_CONFIG = """
 version: 0.1
 storage: {{filesystem: {{rootdirectory: {folder}}}}}
@@ -49,15 +51,18 @@ def registry(engine: docker.DockerClient, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def built(engine: docker.DockerClient, tmp_path: Path) -> Iterator[Checkout]:
     """A checkout in which a small image counts as the one that was built."""
-    checkout = Checkout(copy_checkout(tmp_path / "checkout"))
+    checkout = Checkout(copy_checkout(tmp_path / "checkout"), {"AERIE_CACHE": f"aerie-test-push-{os.getpid()}"})
     (tmp_path / "context").mkdir()
     (tmp_path / "context" / "Dockerfile").write_text('FROM scratch\nCOPY hello /\nLABEL aerie.vllm="cpu"\n')
     (tmp_path / "context" / "hello").write_text(str(tmp_path))
-    tag = "aerie:0.1.0-vllm-cpu0.16.0-0123456789ab"
+    tag = f"aerie:{TAG}"
     subprocess.run(["docker", "build", "-q", "-t", tag, tmp_path / "context"], check=True, stdout=subprocess.DEVNULL)
     (checkout.folder / ".env").write_text(f"AERIE_RUNS=./elsewhere\nAERIE_IMAGE={tag}\n")
+    image = engine.images.get(tag).id
     yield checkout
-    engine.images.remove(engine.images.get(tag).id, force=True)
+    engine.images.remove(image, force=True)
+    for volume in engine.volumes.list(filters={"name": checkout.environment["AERIE_CACHE"]}):
+        volume.remove()
 
 
 def test_a_teammate_runs_the_same_bits(engine, registry, built, tmp_path):
@@ -66,7 +71,7 @@ def test_a_teammate_runs_the_same_bits(engine, registry, built, tmp_path):
     assert digest
     reference = f"{registry}/aerie@{digest[0]}"
     assert reference in told
-    assert f"{registry}/aerie:0.1.0-vllm-cpu0.16.0-0123456789ab" in told
+    assert f"{registry}/aerie:{TAG}" in told
     assert built.remembered("AERIE_IMAGE") == reference
     assert built.remembered("AERIE_RUNS") == "./elsewhere", "what the user has put into .env stays"
 
@@ -74,14 +79,13 @@ def test_a_teammate_runs_the_same_bits(engine, registry, built, tmp_path):
     for tag in engine.images.get(reference).tags:
         engine.images.remove(tag)
     assert reference not in str([image.attrs["RepoDigests"] for image in engine.images.list()])
-    teammate = Checkout(copy_checkout(tmp_path / "teammate"))
+    teammate = Checkout(copy_checkout(tmp_path / "teammate"), built.environment)
     shutil.copy(built.folder / "image.env", teammate.folder)
     teammate.run("make", "pull")
     assert engine.images.get(reference).id == original
     services = json.loads(teammate.compose("--profile", "*", "config", "--format", "json").stdout)["services"]
     assert {service["image"] for service in services.values()} == {reference}
     assert not services["extract"].get("deploy"), "an image without GPUs runs without asking for them"
-    engine.images.get(reference).tag("aerie", "0.1.0-vllm-cpu0.16.0-0123456789ab")  # for the fixture to remove
 
 
 def test_a_tag_of_ones_own(registry, built):

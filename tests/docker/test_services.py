@@ -1,5 +1,7 @@
 """The services, run for real on a tiny model without a GPU."""
 
+import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -33,11 +35,10 @@ def test_up_train_runs_what_it_needs(checkout, trained):
 
 
 def test_up_train_again_does_nothing(checkout, trained):
-    before, begun = manifests(checkout, "few"), time.monotonic()
+    before = manifests(checkout, "few")
     told = checkout.compose("up", "--attach-dependencies", "train").stdout
     assert manifests(checkout, "few") == before
     assert told.count("already done") == len(FOLDERS)
-    assert time.monotonic() - begun < 120, "seconds a step, not minutes"
 
 
 def test_evaluate_and_report(checkout, trained):
@@ -82,10 +83,18 @@ def test_a_mistyped_key_is_a_line(checkout, trained):
     assert "Traceback" not in done.stdout
 
 
-def test_a_killed_extract_goes_on_where_it_was(checkout, trained):
+@pytest.fixture
+def many(checkout: Checkout) -> Iterator[dict[str, str]]:
+    """A run with enough to extract to be stopped in the middle; what it extracts is removed afterwards."""
+    environment = {"AERIE_CONFIG": "configs/many.toml"}
+    checkout.step("prepare", **environment)
+    yield environment
+    for folder in (checkout.folder / "runs" / "many").glob("hidden*"):
+        shutil.rmtree(folder)
+
+
+def test_a_killed_extract_goes_on_where_it_was(checkout, many):
     """And what it ends with is what an undisturbed run makes."""
-    many = {"AERIE_CONFIG": "configs/many.toml"}
-    checkout.step("prepare", **many)
     hidden = checkout.folder / "runs" / "many" / "hidden"
     name = checkout.compose("run", "--detach", "--no-deps", "extract", **many).stdout.split()[-1]
     wait_for(lambda: len(list(hidden.glob("shard-*.safetensors"))) >= 3)
@@ -106,16 +115,16 @@ def shards(files: dict[str, str]) -> dict[str, str]:
     return {name: digest for name, digest in files.items() if name.startswith("shard-")}
 
 
-def test_a_stopped_step_ends_in_time(checkout, trained):
-    many = {"AERIE_CONFIG": "configs/many.toml"}
-    (checkout.folder / "runs" / "many" / "hidden").rename(checkout.folder / "runs" / "many" / "hidden-whole")
-    name = checkout.compose("run", "--detach", "--no-deps", "extract", **many).stdout.split()[-1]
+def test_a_stopped_step_ends_in_time_and_goes_on(checkout, many):
     hidden = checkout.folder / "runs" / "many" / "hidden"
+    name = checkout.compose("run", "--detach", "--no-deps", "extract", **many).stdout.split()[-1]
     wait_for(lambda: list(hidden.glob("shard-*.safetensors")))
     begun = time.monotonic()
     subprocess.run(["docker", "stop", "--time", "60", name], check=True, stdout=subprocess.DEVNULL)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 50
+    assert subprocess.check_output(["docker", "wait", name], text=True).strip() == "143"
     subprocess.run(["docker", "rm", name], check=True, stdout=subprocess.DEVNULL)
+    assert not (hidden / "manifest.json").exists()
 
 
 @pytest.fixture
@@ -152,8 +161,9 @@ def test_steps_after_prepare_cannot_leave_the_box(checkout):
 
 
 def test_serve_gets_healthy_and_answers(checkout, trained):
+    address = free_address()
     try:
-        checkout.compose("up", "--detach", "--wait", "--no-deps", "serve", AERIE_SERVE_ADDRESS="127.0.0.1:18765")
+        checkout.compose("up", "--detach", "--wait", "--no-deps", "serve", AERIE_SERVE_ADDRESS=address)
         body = '{"model": "few", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}'
         ask = [
             "curl",
@@ -162,7 +172,7 @@ def test_serve_gets_healthy_and_answers(checkout, trained):
             "Content-Type: application/json",
             "-d",
             body,
-            "http://127.0.0.1:18765/v1/completions",
+            f"http://{address}/v1/completions",
         ]
         assert '"completion_tokens":4' in subprocess.check_output(ask, text=True)
     finally:
@@ -170,13 +180,20 @@ def test_serve_gets_healthy_and_answers(checkout, trained):
 
 
 def test_board_shows_the_runs(checkout, trained):
+    address = free_address()
     try:
-        checkout.compose("up", "--detach", "board", AERIE_BOARD_ADDRESS="127.0.0.1:18766")
+        checkout.compose("up", "--detach", "board", AERIE_BOARD_ADDRESS=address)
         ask = ["curl", "-fsS", "--retry", "30", "--retry-all-errors", "--retry-delay", "1"]
-        url = "http://127.0.0.1:18766/data/runs"
+        url = f"http://{address}/data/runs"
         wait_for(lambda: "few/checkpoints/logs" in subprocess.check_output([*ask, url], text=True))
     finally:
         checkout.compose("rm", "--stop", "--force", "board")
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def wait_for(condition, timeout_s: float = 180) -> None:
