@@ -148,8 +148,8 @@ class TrainSection(Section):
     checkpoint_steps: Count | None = None
     """Save and validate every so many steps. Default: at the end of each epoch."""
     processes: Count | None = None
-    """Processes of this machine, one a GPU. Default: all GPUs that are visible, one process without a GPU. Under
-    torchrun it is torchrun's number. The results are the same for any number."""
+    """Processes on this machine, one a GPU. Default: as many as GPUs are visible, but not more than rows_per_step; one
+    without a GPU. Under torchrun the number is torchrun's."""
     threads: Count | None = None
     """CPU threads of each process. Default: all cores, divided among the processes of this machine."""
     keep_checkpoints: Count = 2

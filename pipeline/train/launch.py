@@ -55,7 +55,7 @@ def num_processes(section: TrainSection) -> int:
     gpus = torch.cuda.device_count()
     if section.processes and 0 < gpus < section.processes:
         raise ConfigError(f"train: train.processes is {section.processes}, and {gpus} GPUs are visible")
-    return section.processes or max(1, gpus)
+    return section.processes or max(1, min(gpus, section.rows_per_step))
 
 
 def launch(count: int, task: Callable[[str], None], argument: str) -> None:

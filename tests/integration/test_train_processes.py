@@ -203,13 +203,18 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("gpus", "wanted", "count"), [(0, None, 1), (0, 3, 3), (8, None, 8), (8, 2, 2)])
-def test_the_number_of_processes(monkeypatch, gpus, wanted, count):
+@pytest.mark.parametrize(
+    ("gpus", "rows", "wanted", "count"),
+    [(0, 1, None, 1), (0, 1, 3, 3), (8, 16, None, 8), (8, 16, 2, 2), (8, 1, None, 1), (8, 4, None, 4), (8, 1, 2, 2)],
+)
+def test_the_number_of_processes(monkeypatch, gpus, rows, wanted, count):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert num_processes(TrainSection(processes=wanted)) == count
+    assert num_processes(TrainSection(processes=wanted, rows_per_step=rows)) == count
     monkeypatch.setenv("RANK", "0")
-    assert num_processes(TrainSection(processes=wanted)) == 1, "torchrun's processes start no others"
+    assert num_processes(TrainSection(processes=wanted, rows_per_step=rows)) == 1, (
+        "torchrun's processes start no others"
+    )
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
