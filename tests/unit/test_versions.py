@@ -61,7 +61,8 @@ def test_a_person_finds_engine_and_patches_in_the_first_lines(capsys, monkeypatc
 
 def test_nothing_heavy_is_imported_and_a_reader_may_stop_early():
     code = (
-        "import sys; from pipeline.__main__ import main; code = main(['versions']); "
+        "import sys; from pathlib import Path; from pipeline import versions; from pipeline.__main__ import main; "
+        "versions.INVENTORY = Path('none'); code = main(['versions']); "
         "sys.exit(code or bool({'torch', 'vllm', 'numpy'} & set(sys.modules)))"
     )
     reader, writer = os.pipe()
