@@ -37,7 +37,8 @@ remembered() {
 
 # Make an image the one that the services run. Its label says whether that takes GPUs.
 choose() {
-  local user=${SUDO_UID:-$(id -u)} cache
+  local user cache
+  user=$(remembered UID) || user=${SUDO_UID:-$(id -u)}
   remember AERIE_IMAGE "$1"
   if [[ $(docker image inspect -f '{{index .Config.Labels "aerie.vllm"}}' "$1") == cpu ]]; then
     remember COMPOSE_FILE compose.yaml:compose.cpu.yaml
@@ -45,7 +46,7 @@ choose() {
     remember COMPOSE_FILE
   fi
   remember UID "$user"
-  remember GID "${SUDO_GID:-$(id -g)}"
+  remembered GID > /dev/null || remember GID "${SUDO_GID:-$(id -g)}"
   remember COMPOSE_PROJECT_NAME "aerie-$user-$(printf '%s' "$PWD" | sha256sum | cut -c1-8)"
   cache=${AERIE_CACHE:-$(remembered AERIE_CACHE || echo "aerie-cache-$user")}
   docker volume create "$cache" > /dev/null
