@@ -6,7 +6,7 @@ Where a family keeps its text configuration, embedding, final norm and output ro
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,27 @@ class Family:
     embedding: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
+    special_ids: dict[str, int] = field(default_factory=dict)
+    """Tokens that turns are made of, with their distance from the configuration's bos_token_id. Where the tokenizer
+    says otherwise, the masks would be wrong in silence: that is an error."""
 
 
 LLAMA_LIKE = Family()
+KIMI_K25 = Family(
+    text_config="text_config",
+    prefix="language_model.",
+    special_ids={  # moonshotai/Kimi-K2.5, tokenizer_config.json: [BOS] is 163584; one public table swaps the next two
+        "[BOS]": 0,
+        "[EOS]": 1,
+        "<|im_end|>": 2,
+        "<|im_user|>": 3,
+        "<|im_assistant|>": 4,
+        "<|im_system|>": 10,
+        "<|im_middle|>": 17,
+        "<think>": 22,
+        "</think>": 23,
+    },
+)
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA_LIKE,
     "mistral": LLAMA_LIKE,
@@ -43,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": LLAMA_LIKE,
     "qwen3_moe": LLAMA_LIKE,
     "deepseek_v3": LLAMA_LIKE,
+    "kimi_k25": KIMI_K25,
 }
 
 
@@ -106,6 +125,10 @@ class Target:
     def config(self) -> dict[str, Any]:
         """The language model's own configuration, as its config.json has it."""
         key = self.family.text_config
+        if key and not isinstance(self._whole_config.get(key), dict):
+            raise InputError(
+                f"target: {self.folder / 'config.json'} has no {key}, where this family keeps its text model"
+            )
         return self._whole_config[key] if key else self._whole_config
 
     def _number(self, key: str) -> Any:
@@ -168,7 +191,19 @@ class Target:
             raise InputError(f"target: the tokenizer of {self.folder} does not load: {_first_line(error)}") from error
         if not tokenizer.chat_template:
             raise InputError(f"target: the tokenizer of {self.folder} has no chat template")
+        self._check_special_ids(tokenizer)
         return tokenizer
+
+    def _check_special_ids(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        for token, distance in self.family.special_ids.items():
+            wanted = int(self._number("bos_token_id")) + distance
+            ids = tokenizer.encode(token, add_special_tokens=False)
+            if ids != [wanted]:
+                said = ids[0] if len(ids) == 1 else f"no token of its own ({len(ids)} ids)"
+                raise InputError(
+                    f"target: the tokenizer of {self.folder} has {token} as {said}, and not as {wanted}, which is its "
+                    "id in this family. Take the tokenizer that came with the model"
+                )
 
     @cached_property
     def end_of_turn_ids(self) -> list[int]:
