@@ -34,7 +34,11 @@ class TargetSection(Section):
     revision: str | None = None
     """Commit of the Hugging Face repository; ignored for a folder."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model (Kimi's tokenizer needs it). Pin `revision` when you do."""
+    """Run Python code that comes with the model (Kimi's tokenizer needs it). Only with the code pinned: a Hugging Face
+    name by `revision`, 40 digits of a commit; a folder by `code_sha256`."""
+    code_sha256: str | None = None
+    """Hash of the Python files in the target's folder, when trust_remote_code is set: other code does not run. Read the
+    code, then take the hash from the error that a wrong one gives."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of weights and captured states. CPU: float32."""
     tensor_parallel_size: Count = 1

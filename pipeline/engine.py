@@ -83,11 +83,11 @@ def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:
     states and numerics that depend on what was asked before. The model's own generation defaults (a temperature in
     generation_config.json) are not applied: ours are explicit.
     """
-    section = config.target
+    section, target = config.target, Target(config.target)
     arguments: dict[str, Any] = {
-        "model": str(Target(section).folder),
+        "model": str(target.folder),
         "skip_tokenizer_init": True,
-        "trust_remote_code": section.trust_remote_code,
+        "trust_remote_code": target.trust_remote_code,
         "dtype": section.dtype,
         "tensor_parallel_size": section.tensor_parallel_size,
         "max_model_len": section.max_length,

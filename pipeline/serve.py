@@ -34,32 +34,34 @@ def run(config: Run) -> None:
     """
     section = config.serve
     target = Target(config.target)
-    folder = target.folder
     _ = target.config  # a folder without one is no model
     draft = _draft(config) if section.draft else None
     _require_port(section.host, section.port)
     engine.quiet_environment()
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the server's engine has a process of its own, always
-    command = [sys.executable, "-m", SERVER, *arguments(config, folder, draft)]
+    command = [sys.executable, "-m", SERVER, *arguments(config, target, draft)]
     with_draft = f"draft {draft}, {section.num_speculative_tokens} tokens a step" if draft else "no draft"
-    print(f"serve  http://{section.host}:{section.port}/v1  model {config.name}: {folder}, {with_draft}", flush=True)
+    print(
+        f"serve  http://{section.host}:{section.port}/v1  model {config.name}: {target.folder}, {with_draft}",
+        flush=True,
+    )
     os.execve(command[0], command, os.environ)
 
 
-def arguments(config: Run, folder: Path, draft: Path | None) -> list[str]:
+def arguments(config: Run, target: Target, draft: Path | None) -> list[str]:
     """What vLLM's server is told. `serve.arguments` come last: of an option that is there twice, the last one holds."""
-    target, section = config.target, config.serve
+    settings, section = config.target, config.serve
     options: dict[str, Any] = {
-        "--model": folder.resolve(),
+        "--model": target.folder.resolve(),
         "--served-model-name": config.name,
         "--host": section.host,
         "--port": section.port,
-        "--dtype": target.dtype,
-        "--tensor-parallel-size": target.tensor_parallel_size,
+        "--dtype": settings.dtype,
+        "--tensor-parallel-size": settings.tensor_parallel_size,
         "--seed": config.seed,
     }
     if not engine.on_cpu():
-        options["--gpu-memory-utilization"] = target.gpu_memory_utilization
+        options["--gpu-memory-utilization"] = settings.gpu_memory_utilization
     if ops := engine.custom_ops():
         options["--compilation-config"] = json.dumps({"custom_ops": ops})
     if section.max_num_seqs:

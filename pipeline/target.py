@@ -6,13 +6,14 @@ Where a family keeps its text configuration, embedding, final norm and output ro
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import TargetSection
-from pipeline.errors import InputError
+from pipeline.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +114,38 @@ class Target:
             raise InputError(f"target: {self.section.path} is no folder and cannot be fetched: {reason}") from error
 
     @cached_property
+    def trust_remote_code(self) -> bool:
+        """Whether code that comes with the model may run: where the configuration says so, and for the code it names.
+
+        Raises ConfigError for code that is not pinned or is another than the one pinned, InputError for a model whose
+        configuration points to code of another repository, which no pin of this one holds.
+        """
+        if not self.section.trust_remote_code:
+            return False
+        if Path(self.section.path).is_dir():
+            found = _hash_code(self.folder)
+            if self.section.code_sha256 != found:
+                pinned = (
+                    f"is not the one pinned ({self.section.code_sha256})"
+                    if self.section.code_sha256
+                    else "is not pinned"
+                )
+                raise ConfigError(
+                    f"target: the code in {self.folder} {pinned}, so it does not run. Read it, then set "
+                    f'target.code_sha256 = "{found}"'
+                )
+        elif not re.fullmatch("[0-9a-f]{40}", self.section.revision or ""):
+            raise ConfigError(
+                f"target: target.trust_remote_code runs code of {self.section.path}, and target.revision is "
+                f"{self.section.revision!r}: pin it with the 40 digits of a commit"
+            )
+        for name in ("config.json", "tokenizer_config.json"):
+            value = _read_json(self.folder / name).get("auto_map", {}) if (self.folder / name).is_file() else {}
+            if "--" in json.dumps(value):
+                raise InputError(f"target: {self.folder / name} takes code from another repository ({value}): refused")
+        return True
+
+    @cached_property
     def _whole_config(self) -> dict[str, Any]:
         return _read_json(self.folder / "config.json")
 
@@ -178,15 +211,14 @@ class Target:
         _read_json(self.folder / "config.json")
         if not (self.folder / "tokenizer_config.json").is_file():
             raise InputError(f"target: {self.folder} has no tokenizer (tokenizer_config.json)")
+        trusted = self.trust_remote_code
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                self.folder, trust_remote_code=self.section.trust_remote_code, local_files_only=True
-            )
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=trusted, local_files_only=True)
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             if "trust_remote_code" in str(error):
                 raise InputError(
                     f"target: the tokenizer of {self.folder} is code that comes with the model. "
-                    "Read it, then set target.trust_remote_code (and target.revision)"
+                    "Read it, then set target.trust_remote_code, and pin it with target.revision or target.code_sha256"
                 ) from error
             raise InputError(f"target: the tokenizer of {self.folder} does not load: {_first_line(error)}") from error
         if not tokenizer.chat_template:
@@ -285,6 +317,15 @@ class Target:
         """Hash of everything but the weights: tokenizer, template, generation settings, remote code."""
         skip = {".safetensors", ".bin", ".pt", ".gguf"}
         return _hash_files(sorted(f for f in self.folder.iterdir() if f.is_file() and f.suffix not in skip))
+
+
+def _hash_code(folder: Path) -> str:
+    """SHA-256, in hex, over names and contents of all Python files of a model's folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def _hash_files(files: list[Path]) -> str:

@@ -57,7 +57,7 @@ class ReferenceEngine:
         self.aux_layers: list[int] = self.draft.config.eagle_aux_hidden_state_layer_ids
         self.num_layers = target.num_layers
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            target.folder, dtype=target.dtype, trust_remote_code=target.section.trust_remote_code
+            target.folder, dtype=target.dtype, trust_remote_code=target.trust_remote_code
         )
         self.model.to(self.device).eval()
 

@@ -55,7 +55,7 @@ class VllmEngine:
         job = {
             "engine": {
                 "model": str(self.target.folder.resolve()),
-                "trust_remote_code": section.trust_remote_code,
+                "trust_remote_code": self.target.trust_remote_code,
                 "dtype": section.dtype,
                 "tensor_parallel_size": section.tensor_parallel_size,
                 "gpu_memory_utilization": section.gpu_memory_utilization,

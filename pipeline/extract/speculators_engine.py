@@ -38,7 +38,7 @@ class SpeculatorsEngine:
                     config.target.max_length + 1,  # vLLM keeps a place for the token that ends the request
                     config.target.gpu_memory_utilization,
                     config.target.tensor_parallel_size,
-                    trust_remote_code=config.target.trust_remote_code,
+                    trust_remote_code=target.trust_remote_code,
                     dtype=config.target.dtype,
                     max_num_batched_tokens=config.extract.max_batched_tokens,
                     max_num_seqs=config.extract.max_num_seqs,

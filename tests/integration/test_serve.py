@@ -1,5 +1,6 @@
 """The server as a user starts it: what is checked before, what vLLM is told, and one answer from it."""
 
+import hashlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from pipeline import engine, serve
 from pipeline.__main__ import main
 from pipeline.config import load
 from pipeline.store import Shard, finish
+from pipeline.target import Target
 from tests.training import write_config
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,10 @@ def make_draft(path: Path) -> Path:
     return file
 
 
+NO_CODE = hashlib.sha256().hexdigest()
+"""Pins the code of a model that has none."""
+
+
 def option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
@@ -61,7 +67,8 @@ def option(command: list[str], name: str) -> str:
 def test_it_becomes_vllms_server_with_the_draft(run_file, started, monkeypatch, capsys, port):
     monkeypatch.setattr(engine, "on_cpu", lambda: False)
     make_draft(run_file)
-    more = ["--target.trust_remote_code", "true", "--target.tensor_parallel_size", "4", "--serve.max_num_seqs", "7"]
+    code = ["--target.trust_remote_code", "true", "--target.code_sha256", NO_CODE]
+    more = [*code, "--target.tensor_parallel_size", "4", "--serve.max_num_seqs", "7"]
     arguments = ["--serve.arguments", '["--max-model-len", "99"]']
     assert main(["serve", "--config", str(run_file), *more, *arguments]) == 0
     (command,) = started
@@ -88,10 +95,9 @@ def test_vllm_takes_every_argument(run_file, llama_folder, monkeypatch):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     monkeypatch.setattr(engine, "on_cpu", lambda: False)
-    config = load(
-        run_file, {"target": {"trust_remote_code": True}, "serve": {"enforce_eager": True, "max_num_seqs": 3}}
-    )
-    given = serve.arguments(config, llama_folder, run_file.parent)
+    code = {"trust_remote_code": True, "code_sha256": NO_CODE}
+    config = load(run_file, {"target": code, "serve": {"enforce_eager": True, "max_num_seqs": 3}})
+    given = serve.arguments(config, Target(config.target), run_file.parent)
     taken = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
     assert taken.speculative_config["method"] == "eagle3"
     assert (taken.served_model_name, taken.max_num_seqs, taken.enforce_eager) == (["test"], 3, True)

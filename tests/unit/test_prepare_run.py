@@ -1,6 +1,7 @@
 """The step as a user runs it, without an engine: what it writes, what it says, how it ends."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -162,9 +163,18 @@ def test_a_slow_tokenizer_that_comes_with_the_model(case, capsys):
     case.write(talk("hi", "ß"))
     assert case.prepare() == 4
     assert "trust_remote_code" in capsys.readouterr().err
-    assert case.prepare("--target.trust_remote_code", "true") == 0
+    allowed = ("--target.trust_remote_code", "true")
+    assert case.prepare(*allowed) == 2
+    pin = re.search('set target.code_sha256 = "([0-9a-f]{64})"', capsys.readouterr().err)
+    assert pin
+    assert case.prepare(*allowed, "--target.code_sha256", pin[1]) == 0
     (sample,) = case.samples()
     assert sample.input_ids_S[sample.loss_mask_S].tolist() == [*"ß".encode(), 256]  # its end-of-turn token
+
+    with (case.model / "tokenization_slow.py").open("a") as file:
+        file.write("raise SystemExit('changed code has run')\n")
+    assert case.prepare(*allowed, "--target.code_sha256", pin[1], "--name", "again") == 2
+    assert f"is not the one pinned ({pin[1]})" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
