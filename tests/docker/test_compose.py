@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkout import TOKEN, Checkout
 
-GPU_SERVICES = {"preflight", "prepare", "extract", "train", "evaluate", "serve", "shell"}
+GPU_SERVICES = {"preflight", "prepare", "extract", "training", "train", "evaluate", "serve", "shell"}
 SERVICES = GPU_SERVICES | {"vocab", "board"}
 
 
