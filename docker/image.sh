@@ -48,7 +48,11 @@ choose() {
   remember UID "$user"
   remembered GID > /dev/null || remember GID "${SUDO_GID:-$(id -g)}"
   remember COMPOSE_PROJECT_NAME "aerie-$user-$(printf '%s' "$PWD" | sha256sum | cut -c1-8)"
-  cache=${AERIE_CACHE:-$(remembered AERIE_CACHE || echo "aerie-cache-$user")}
+  cache=${AERIE_CACHE:-$(remembered AERIE_CACHE || true)}
+  if [[ -z $cache ]]; then
+    cache=aerie-cache-$user
+    remember AERIE_CACHE "$cache"
+  fi
   docker volume create "$cache" > /dev/null
   if [[ $user == 0 ]]; then
     echo "image: WARNING: you are root, and so are the services. Set UID and GID in .env to whom runs/ belongs" >&2
