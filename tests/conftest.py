@@ -8,6 +8,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they bring; before torch starts
 
 from tests import models
+from tests.kimi.model import save_small_kimi
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,3 +23,8 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def deepseek_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.save_tiny_deepseek(tmp_path_factory.mktemp("models") / "deepseek")
+
+
+@pytest.fixture(scope="session")
+def kimi_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_kimi(tmp_path_factory.mktemp("models") / "kimi")

@@ -97,7 +97,7 @@ def save_tiny_deepseek(folder: Path) -> Path:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        rms_norm_eps=1e-6,  # transformers norms the latent vectors with 1e-6 whatever this says, vLLM with this
+        rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         eos_token_id=258,
         bos_token_id=None,
@@ -107,22 +107,27 @@ def save_tiny_deepseek(folder: Path) -> Path:
 
 
 def _save(model_class, config, folder: Path) -> Path:
-    torch.manual_seed(0)
     model = model_class(config).to(torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # norms: all ones would hide a missing one
-                parameter.uniform_(0.5, 1.5)
-            elif "embed_tokens" in name or "lm_head" in name:
-                parameter.normal_(0.0, 0.5)
-            else:
-                parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(0.0, 0.05)
+    draw_weights(model)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+@torch.no_grad()
+def draw_weights(model: torch.nn.Module) -> None:
+    """Seeded random weights, wide ones: see above."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # norms: all ones would hide a missing one
+            parameter.uniform_(0.5, 1.5)
+        elif "embed_tokens" in name or "lm_head" in name:
+            parameter.normal_(0.0, 0.5)
+        else:
+            parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.05)
 
 
 class Reference:
@@ -141,6 +146,8 @@ class Reference:
         for name, module in self._model.named_modules():
             if name.endswith("mlp.gate"):
                 module.register_forward_hook(self._keep_gap)
+            if name.endswith("_a_layernorm"):  # transformers leaves DeepSeek's latent norms at 1e-6; vLLM obeys
+                module.variance_epsilon = self._model.config.rms_norm_eps
 
     @property
     def num_layers(self) -> int:

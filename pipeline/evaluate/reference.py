@@ -49,17 +49,12 @@ class ReferenceEngine:
     """The target in transformers and the draft from its checkpoint, in the target's dtype and float32."""
 
     def __init__(self, target: Target, draft_folder: Path):
-        from transformers import AutoModelForCausalLM
-
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         draft, kept_D = load_draft(draft_folder, target.head().embedding_VH)
         self.draft, self.kept_D = draft.to(self.device), kept_D.to(self.device)
         self.aux_layers: list[int] = self.draft.config.eagle_aux_hidden_state_layer_ids
         self.num_layers = target.num_layers
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            target.folder, dtype=target.dtype, trust_remote_code=target.trust_remote_code
-        )
-        self.model.to(self.device).eval()
+        self.model = _load_text_model(target).to(self.device).eval()
 
     @torch.no_grad()
     def answer(self, question: Question) -> Outcome:
@@ -110,6 +105,23 @@ class ReferenceEngine:
             proposed_S = self.kept_D[self.draft.logits(hidden_SH).argmax(-1)]
             hits.append(proposed_S == shifted(tokens_S, step + 2, -1))
         return torch.stack(hits).cpu()
+
+
+def _load_text_model(target: Target) -> Any:
+    """The target in transformers. Out of a wrapper: its text model, by transformers' own code."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    prefix = target.family.prefix
+    if not prefix:
+        return AutoModelForCausalLM.from_pretrained(
+            target.folder, dtype=target.dtype, trust_remote_code=target.trust_remote_code
+        )
+    own = dict(target.config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(own.pop("model_type"), **own), dtype=target.dtype)
+    names = list(model.state_dict())
+    tensors = target.tensors([prefix + name for name in names])
+    model.load_state_dict({name: tensors[prefix + name] for name in names})
+    return model
 
 
 def walk(hits_KS: Tensor, prompt: list[int], written: list[int], question: Question) -> tuple[Counts, list[int]]:

@@ -1,13 +1,13 @@
 """Engine `vllm`: vLLM decodes with the draft, then without, and its own counters are read."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from pipeline import engine
 from pipeline.config import Run
 from pipeline.errors import ConfigError, InputError
 from pipeline.evaluate.counts import Counts, Outcome, Question
@@ -15,6 +15,11 @@ from pipeline.target import Target
 
 ROOM_TOKENS = 16
 """Added to the longest answer: what is drafted past the end must fit the model length as well."""
+CPU_SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_MLA_DISABLE": "1",  # on a CPU, latent attention and the draft's ordinary one have no block size in common
+}
+"""What vLLM reads from the environment on a machine without GPU, where the user has not set it."""
 
 
 class VllmEngine:
@@ -65,6 +70,7 @@ class VllmEngine:
                 "disable_log_stats": False,
                 "enforce_eager": self.config.evaluate.enforce_eager,
                 "seed": question.seed,
+                **({"limit_mm_per_prompt": limits} if (limits := self.target.text_only) else {}),
                 **more,
             },
             "prompts": question.prompts,
@@ -77,7 +83,7 @@ class VllmEngine:
             job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
             job_file.write_text(json.dumps(job))
             script = Path(__file__).with_name("vllm_decode.py")
-            environment = {"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
+            environment = {**({} if _has_gpu() else CPU_SETTINGS), **engine.given_environment()}
             try:
                 done = subprocess.run([self.python, script, job_file, result_file], env=environment, check=False)
             except OSError as error:

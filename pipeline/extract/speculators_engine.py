@@ -43,6 +43,7 @@ class SpeculatorsEngine:
                     max_num_batched_tokens=config.extract.max_batched_tokens,
                     max_num_seqs=config.extract.max_num_seqs,
                     custom_ops=engine.custom_ops(),
+                    limit_mm_per_prompt=target.text_only,
                 )
         except (ValueError, OSError) as error:
             raise InputError(f"extract: vLLM does not start on {target.folder}: {engine.reason(error)}") from error

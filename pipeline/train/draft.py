@@ -27,6 +27,9 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 LATENT_ATTENTION_HEAD_DIM = 128
 """Head width for targets with latent attention, which have none to inherit; public Kimi drafts use it."""
 
+YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+"""What transformers, vLLM 0.16 and later ones read alike in a yarn."""
+
 
 def draft_config(target: Target, section: TrainSection, aux_layers: list[int], draft_vocab_size: int) -> LlamaConfig:
     """The draft's configuration: what the section leaves open comes from the target, rope and eps always do.
@@ -52,7 +55,7 @@ def draft_config(target: Target, section: TrainSection, aux_layers: list[int], d
         head_dim=section.head_dim or int(inherited_width),
         rms_norm_eps=float(own["rms_norm_eps"]),
         rope_theta=float(own.get("rope_theta", 10000.0)),
-        rope_scaling=own.get("rope_scaling"),
+        rope_scaling=_rope_scaling(own.get("rope_scaling")),
         max_position_embeddings=int(own.get("max_position_embeddings", 2048)),
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -67,6 +70,19 @@ def draft_config(target: Target, section: TrainSection, aux_layers: list[int], d
         **ends,
         dtype=target.section.dtype,
     )
+
+
+def _rope_scaling(own: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The target's rope scaling, as far as all that read the draft understand it alike.
+
+    Kimi's and DeepSeek's yarn has mscale and mscale_all_dim: transformers and vLLM 0.32 then turn unscaled vectors,
+    vLLM 0.16 turns vectors that are 0.1 ln(factor) + 1 times as long whatever they say (yarn_scaling_rope.py). A
+    draft trained in one way and served in the other loses, and nothing tells. Without the two keys all do the latter,
+    which is also what those targets' attention comes to (their softmax has that factor, squared).
+    """
+    if not own or own.get("rope_type", own.get("type")) != "yarn":
+        return own
+    return {"rope_type": "yarn"} | {key: own[key] for key in YARN_KEYS if key in own}
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """States captured by the real engine equal Hugging Face's, layer by layer, whatever is in flight beside them.
 
-One engine a model. Llama's runs with the default limits; DeepSeek's is cramped (700 tokens a pass, room for one long
-prompt in its cache), so that every long prompt is run in chunks and has to wait for room.
+One engine a model: Llama, DeepSeek-V3, and Kimi-K2.5, whose text model is a DeepSeek-V3 inside a wrapper. Llama's runs
+with the default limits; DeepSeek's is cramped (700 tokens a pass, room for one long prompt in its cache), so that every
+long prompt is run in chunks and has to wait for room; Kimi's runs in chunks too.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pipeline.extract import engines
 from pipeline.extract.speculators_engine import SpeculatorsEngine
 from pipeline.store.samples import Sample
 from pipeline.target import Target
+from tests.kimi.model import pinned, save_text_model
 from tests.models import Reference, max_relative_error
 
 pytest.importorskip("vllm")
@@ -27,19 +29,21 @@ MAX_LENGTH = 2304  # all positions that the models know: the engine's place for 
 CRAMPED_CACHE_BYTES = 36_000_000
 
 
-@pytest.fixture(scope="module", params=["llama", "deepseek"])
-def bench(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+@pytest.fixture(scope="module", params=["llama", "deepseek", "kimi"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """An engine that captures every layer, its generator, and the reference."""
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
-    cramped = request.param == "deepseek"
+    cramped, kimi = request.param == "deepseek", request.param == "kimi"
     config = Run(
         name="test",
-        target=TargetSection(path=str(folder), dtype="float32", max_length=MAX_LENGTH),
+        target=TargetSection(
+            **(pinned(folder) if kimi else {"path": str(folder)}), dtype="float32", max_length=MAX_LENGTH
+        ),
         prepare=PrepareSection(sources=["unused"]),
         train=TrainSection(tokens_per_row=MAX_LENGTH),
-        extract=ExtractSection(max_batched_tokens=700) if cramped else ExtractSection(),
+        extract=ExtractSection(max_batched_tokens={"deepseek": 700, "kimi": 300}.get(request.param, 8192)),
     )
-    reference = Reference(folder)
+    reference = Reference(save_text_model(folder, tmp_path_factory.mktemp("text")) if kimi else folder)
     layer_ids = list(range(reference.num_layers + 1))
     with pytest.MonkeyPatch.context() as patch:
         if cramped:
@@ -50,7 +54,11 @@ def bench(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
         engine = engines.start(config, Target(config.target), layer_ids)
     assert isinstance(engine, SpeculatorsEngine)
     yield SimpleNamespace(
-        engine=engine, generator=engine._generator, reference=reference, layer_ids=layer_ids, cramped=cramped
+        engine=engine,
+        generator=engine._generator,
+        reference=reference,
+        layer_ids=layer_ids,
+        long=500 if kimi else 2000,  # Kimi's reference is slow
     )
     engine.close()
 
@@ -101,7 +109,7 @@ def test_shared_prefixes_and_duplicates_keep_their_rows(bench: SimpleNamespace):
 
 def test_prompts_over_the_token_budget_keep_all_their_rows(bench: SimpleNamespace):
     """0.3.0 left prompt 5 of 5 with 192 of its 2000 rows, silently."""
-    check(bench, [prompt(bench, 20 + n, 2000) for n in range(5)])
+    check(bench, [prompt(bench, 20 + n, bench.long) for n in range(5)])
 
 
 def test_more_prompts_than_sequences_in_any_order(bench: SimpleNamespace):
@@ -118,7 +126,7 @@ def test_longest_and_shortest_prompt(bench: SimpleNamespace):
 
 @pytest.mark.parametrize(
     ("bad", "words"),
-    [([], "no tokens"), ([1] * (MAX_LENGTH + 1), f"{MAX_LENGTH + 1} tokens"), ([1, 320], "320"), ([-1], "-1")],
+    [([], "no tokens"), ([1] * (MAX_LENGTH + 1), f"{MAX_LENGTH + 1} tokens"), ([1, 999], "999"), ([-1], "-1")],
     ids=["empty", "too long", "unknown id", "negative id"],
 )
 def test_a_bad_prompt_is_refused_and_the_next_call_is_right(bench: SimpleNamespace, bad: list[int], words: str):
