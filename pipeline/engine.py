@@ -88,8 +88,8 @@ def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:
     """Keyword arguments for vLLM's `LLM` (or `EngineArgs`), the same on CPU and GPU; `more` adds and overrides.
 
     The engine gets token ids and gives token ids, so it loads no tokenizer where it can do without, and takes nothing
-    but text. Prefix caching is off: it would hand out states and numerics that depend on what was asked before. The model's own generation defaults (a temperature in
-    generation_config.json) are not applied: ours are explicit.
+    but text. Prefix caching is off: it would hand out states and numerics that depend on what was asked before. The
+    model's own generation defaults (a temperature in generation_config.json) are not applied: ours are explicit.
     """
     section, target = config.target, Target(config.target)
     arguments: dict[str, Any] = {
