@@ -36,6 +36,8 @@ def run(config: Run) -> None:
             "seed": config.seed,
             **config.evaluate.model_dump(mode="json", exclude={"prompts", "engine"}),
         }
+        if config.target.thinking is not None:
+            inputs["thinking"] = config.target.thinking
         if done := claim(folder, "evaluate", inputs, resumes=False):
             verify(folder, done)
             print(
@@ -110,7 +112,7 @@ def _question(config: Run, target: Target) -> tuple[Question, int]:
         raise ConfigError("evaluate: evaluate.prompts is empty. Name a JSONL file of held-out prompts")
     files = [str(_existing(path)) for path in section.prompts]
     rows = (row for source in open_sources(files) for row in source.rows())
-    rendered = list(Renderer(target.tokenizer, target.end_of_turn_ids).prompts(conversations(rows, True)))
+    rendered = list(Renderer.of(target).prompts(conversations(rows, True)))
     rejected = [item for item in rendered if isinstance(item, Rejection)]
     for item in rejected:
         print(f"evaluate  left out: {item.source}, line {item.row}: {item.reason}", file=sys.stderr)
