@@ -28,16 +28,7 @@ def run(config: Run) -> None:
     engine_name = _engine_name(config)
     question, rejected = _question(config, target)
     with exclusive(folder, "evaluate"):
-        inputs = {
-            "train": trained.run_key,
-            "target": target.fingerprint,
-            "engine": engine_name,
-            "prompts": [file_sha256(_existing(path)) for path in config.evaluate.prompts],
-            "seed": config.seed,
-            **config.evaluate.model_dump(mode="json", exclude={"prompts", "engine"}),
-        }
-        if config.target.thinking is not None:
-            inputs["thinking"] = config.target.thinking
+        inputs = _inputs(config, target, trained.run_key, engine_name)
         if done := claim(folder, "evaluate", inputs, resumes=False):
             verify(folder, done)
             print(
@@ -59,6 +50,21 @@ def run(config: Run) -> None:
         finish(folder, "evaluate", inputs, files, summary)
         print(table(summary))
         print(f"evaluate  {folder / 'summary.json'}")
+
+
+def _inputs(config: Run, target: Target, train_key: str, engine: str) -> dict[str, Any]:
+    """Everything that changes what is measured."""
+    inputs = {
+        "train": train_key,
+        "target": target.fingerprint,
+        "engine": engine,
+        "prompts": [file_sha256(_existing(path)) for path in config.evaluate.prompts],
+        "seed": config.seed,
+        **config.evaluate.model_dump(mode="json", exclude={"prompts", "engine"}),
+    }
+    if config.target.thinking is not None:  # keys of runs from before there was such a key stay as they were
+        inputs["thinking"] = config.target.thinking
+    return inputs
 
 
 def summarise(outcome: Outcome, question: Question, engine: str, seed: int) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _inputs(config: Run, target: Target, sources: list[Source]) -> dict[str, Any
         "tokenizer": target.tokenizer_fingerprint,
         "regenerate": section.regenerate,
     }
-    if config.target.thinking is not None:
+    if config.target.thinking is not None:  # keys of runs from before there was such a key stay as they were
         inputs["thinking"] = config.target.thinking
     if section.regenerate:
         inputs |= {

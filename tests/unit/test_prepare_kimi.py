@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.config import TargetSection
+from pipeline.config import Run, TargetSection
 from pipeline.errors import ConfigError
+from pipeline.evaluate import step
 from pipeline.prepare.conversations import Conversation, conversations
 from pipeline.prepare.rejects import Rejection
 from pipeline.prepare.render import Rendered, Renderer
@@ -311,6 +312,20 @@ def test_prompts_to_be_answered(targets, thinking, begin):
     (item,) = conversations([("data.jsonl", 1, {"prompt": "a<|im_end|>"})], regenerate=True)
     (rejection,) = Renderer.of(targets[thinking]).prompts([item])
     assert rejection.code == "control_in_text"
+
+
+@pytest.mark.parametrize(("thinking", "begin"), [(None, OPEN), (False, SHUT)])
+def test_held_out_prompts_are_asked_in_the_same_way(targets, tmp_path, monkeypatch, thinking, begin):
+    """Else a draft of one mode would be measured on the other one."""
+    prompts = tmp_path / "heldout.jsonl"
+    prompts.write_text(json.dumps({"messages": [SAY, WHY]}) + "\n")
+    section = targets[thinking].section
+    config = Run(name="r", target=section, prepare={"sources": ["x"]}, evaluate={"prompts": [str(prompts)]})
+    question, rejected = step._question(config, targets[thinking])
+    assert (question.prompts, rejected) == ([ids_of([*USER_TURN, *begin])], 0)
+    monkeypatch.setattr(Target, "fingerprint", "f")
+    inputs = step._inputs(config, targets[thinking], "t", "reference")
+    assert inputs.get("thinking", "none") == ("none" if thinking is None else thinking)
 
 
 def test_the_target_tells_all_its_control_tokens(targets):
