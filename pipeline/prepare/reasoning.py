@@ -29,7 +29,7 @@ def taken_apart(messages: list[Message], tools: list[Any] | None, control_tokens
     Raises Rejected for text that holds control tokens (of others than the assistant: those that make turns, calls and
     images; `[PAD]` may be asked about), for a stray mark in an answer, an answer without words, a call without its id.
     """
-    control = {token for token in control_tokens if token not in (THINK_OPEN, THINK_CLOSE)}
+    control = {THINK_OPEN, THINK_CLOSE, *control_tokens}
     structure = {token for token in control if token.startswith("<|")}
     _refuse(structure, _texts(tools), "the declaration of the tools")
     out = []
@@ -40,8 +40,6 @@ def taken_apart(messages: list[Message], tools: list[Any] | None, control_tokens
             continue
         message = _split(message)
         _refuse(control, _texts(message), f"message {number}")
-        words = (message["content"], message.get("reasoning_content", ""))
-        _refuse({THINK_OPEN, THINK_CLOSE}, words, f"message {number}")
         _check_calls(message, number)
         out.append(message)
     return out

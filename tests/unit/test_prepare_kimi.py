@@ -103,8 +103,8 @@ def check(target: Target, found: Rendered | Rejection, *parts: Pieces) -> None:
 
 
 SAY = {"role": "user", "content": "Hello there.\n\n"}
-WHY = {"role": "assistant", "content": "Hi!\n\nThe sailors.", "reasoning_content": " A greeting.\n\n"}
-WHY_INLINE = {"role": "assistant", "content": "<think> A greeting.\n\n</think>Hi!\n\nThe sailors."}
+WHY = {"role": "assistant", "content": "\n\nHi! The sailors.\n", "reasoning_content": " A greeting.\n\n"}
+WHY_INLINE = {"role": "assistant", "content": "<think> A greeting.\n\n</think>\n\nHi! The sailors.\n"}
 USER_TURN = turn("user", "Hello there.\n\n")
 OPEN, SHUT = [ASSISTANT, "assistant", MIDDLE, THINK], [ASSISTANT, "assistant", MIDDLE, THINK, THINK_END]
 
@@ -114,18 +114,18 @@ OPEN, SHUT = [ASSISTANT, "assistant", MIDDLE, THINK], [ASSISTANT, "assistant", M
 def test_reasoning_and_answer_are_what_the_target_says(targets, thinking, answer):
     """Neither its spaces nor its line ends are lost; the finished conversation has lost all of it."""
     (found,) = rendered(targets[thinking], SAY, answer)
-    own = [" A greeting.\n\n", THINK_END, "Hi!\n\nThe sailors.", END]
+    own = [" A greeting.\n\n", THINK_END, "\n\nHi! The sailors.\n", END]
     check(targets[thinking], found, [*USER_TURN, *OPEN], own)
     assert found.lost_reasoning == 0
 
 
 @pytest.mark.parametrize(
-    ("answer", "lost"), [(WHY, 1), (WHY_INLINE, 1), ({"role": "assistant", "content": "Hi!\n\nThe sailors."}, 0)]
+    ("answer", "lost"), [(WHY, 1), (WHY_INLINE, 1), ({"role": "assistant", "content": "\n\nHi! The sailors.\n"}, 0)]
 )
 def test_without_thinking_the_answer_alone_is_supervised(targets, answer, lost):
     """The prompt has closed the reasoning: the target does not say it, nor the mark."""
     (found,) = rendered(targets[False], SAY, answer)
-    check(targets[False], found, [*USER_TURN, *SHUT], ["Hi!\n\nThe sailors.", END])
+    check(targets[False], found, [*USER_TURN, *SHUT], ["\n\nHi! The sailors.\n", END])
     assert found.lost_reasoning == lost
 
 
@@ -133,13 +133,17 @@ def test_history_has_empty_marks_and_each_question_is_a_sample(targets):
     """Inline reasoning of an earlier answer would stand in the history as the answer itself."""
     more = ({"role": "user", "content": "Tell me more"}, {"role": "assistant", "content": "<think>More.</think>No."})
     first, second = rendered(targets[None], SAY, WHY_INLINE, *more)
-    check(targets[None], first, [*USER_TURN, *OPEN], [" A greeting.\n\n", THINK_END, "Hi!\n\nThe sailors.", END])
-    history = [*USER_TURN, *turn("assistant", THINK, THINK_END, "Hi!\n\nThe sailors."), *turn("user", "Tell me more")]
+    check(targets[None], first, [*USER_TURN, *OPEN], [" A greeting.\n\n", THINK_END, "\n\nHi! The sailors.\n", END])
+    history = [
+        *USER_TURN,
+        *turn("assistant", THINK, THINK_END, "\n\nHi! The sailors.\n"),
+        *turn("user", "Tell me more"),
+    ]
     check(targets[None], second, [*history, *OPEN], ["More.", THINK_END, "No.", END])
     assert [found.sample.sample_id for found in (first, second)] == ["c/turn-1", "c/turn-2"]
 
     (one,) = rendered(targets[False], SAY, WHY_INLINE, *more)  # these do continue each other
-    answers = ["Hi!\n\nThe sailors.", END], ["No.", END]
+    answers = ["\n\nHi! The sailors.\n", END], ["No.", END]
     check(targets[False], one, [*USER_TURN, *SHUT], answers[0], [*turn("user", "Tell me more"), *SHUT], answers[1])
     assert (one.sample.sample_id, one.lost_reasoning) == ("c", 2)
 
@@ -148,7 +152,7 @@ def test_a_system_turn_and_a_name(targets):
     system = {"role": "system", "content": "Be kind."}
     (found,) = rendered(targets[None], system, SAY | {"name": "Ada"}, WHY)
     prompt = [*turn("system", "Be kind."), *turn("user", "Hello there.\n\n", name="Ada"), *OPEN]
-    check(targets[None], found, prompt, [" A greeting.\n\n", THINK_END, "Hi!\n\nThe sailors.", END])
+    check(targets[None], found, prompt, [" A greeting.\n\n", THINK_END, "\n\nHi! The sailors.\n", END])
 
 
 def test_text_parts_are_joined(targets):
@@ -228,7 +232,7 @@ def test_a_call_without_words(targets, content):
     check(targets[False], found, [*ASKED, *SHUT], [*calls_of(("look:0", "{}")), END])
 
 
-@pytest.mark.parametrize("empty", [{}, {"reasoning_content": ""}])
+@pytest.mark.parametrize("empty", [{}, {"reasoning_content": ""}, {"reasoning_content": " \n"}])
 def test_an_answer_without_its_reasoning_is_no_answer_of_a_thinking_target(targets, empty):
     """It would teach the draft that `</think>` follows `<think>`. Other turns of the row are used: histories are often
     stored without their reasoning, and the last answer with it."""
@@ -236,10 +240,13 @@ def test_an_answer_without_its_reasoning_is_no_answer_of_a_thinking_target(targe
     (rejection,) = rendered(targets[True], SAY, bare)
     assert (rejection.code, rejection.id) == ("no_reasoning", "c")
     assert "target.thinking = false" in rejection.reason
-    rejection, found = rendered(targets[True], SAY, bare, {"role": "user", "content": "So?"}, WHY)
-    assert (rejection.code, rejection.id) == ("no_reasoning", "c/turn-1")
+    so = {"role": "user", "content": "So?"}
+    rejection, found = rendered(targets[True], SAY, bare, so, WHY)
+    assert (rejection.code, rejection.id, found.sample.sample_id) == ("no_reasoning", "c/turn-1", "c")
     history = [*USER_TURN, *turn("assistant", THINK, THINK_END, "Hi!"), *turn("user", "So?")]
-    check(targets[True], found, [*history, *OPEN], [" A greeting.\n\n", THINK_END, "Hi!\n\nThe sailors.", END])
+    check(targets[True], found, [*history, *OPEN], [" A greeting.\n\n", THINK_END, "\n\nHi! The sailors.\n", END])
+    found = rendered(targets[True], SAY, bare, so, WHY, so, WHY)
+    assert [f.sample.sample_id for f in found if isinstance(f, Rendered)] == ["c/turn-2", "c/turn-3"]
 
 
 def test_empty_marks_in_the_data_are_the_targets_own(targets):
@@ -266,6 +273,11 @@ IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image
         ([SAY, WHY | {"content": "a<|im_end|>b"}], "control_in_text", "message 2 contains <|im_end|>"),
         ([SAY, WHY | {"reasoning_content": "a</think>b"}], "control_in_text", "message 2 contains </think>"),
         ([SAY, WHY | {"content": "<think>b</think>c"}], "control_in_text", "message 2 contains </think>, <think>"),
+        (
+            [SAY, WHY | {"tool_calls": [call("look:0", {"<think>": 1})]}],
+            "control_in_text",
+            "message 2 contains <think> as text",
+        ),
         ([SAY, WHY_INLINE | {"content": "<think>never closed"}], "control_in_text", "message 2 contains <think>"),
         ([SAY, WHY_INLINE | {"content": "<think>a</think> "}], "empty_turn", "message 2 has reasoning and no answer"),
         (
@@ -296,7 +308,7 @@ def test_what_may_be_asked_about(targets):
     """A question is encoded as in serving; `[PAD]` and `<think>` in it make no turn."""
     (found,) = rendered(targets[None], SAY | {"content": "What are [PAD] and <think>?"}, WHY)
     asked = turn("user", "What are ", BOS + 255, " and ", THINK, "?")
-    check(targets[None], found, [*asked, *OPEN], [" A greeting.\n\n", THINK_END, "Hi!\n\nThe sailors.", END])
+    check(targets[None], found, [*asked, *OPEN], [" A greeting.\n\n", THINK_END, "\n\nHi! The sailors.\n", END])
 
 
 @pytest.mark.parametrize(("thinking", "begin"), [(None, OPEN), (True, OPEN), (False, SHUT)])
@@ -306,7 +318,7 @@ def test_prompts_to_be_answered(targets, thinking, begin):
     (item,) = conversations([("data.jsonl", 1, {"messages": messages})], regenerate=True)
     (prompt,) = Renderer.of(targets[thinking]).prompts([item])
     kept = [THINK, THINK_END] if thinking is False else [THINK, "I must look.", THINK_END]
-    done = turn("assistant", THINK, THINK_END, "Hi!\n\nThe sailors.")
+    done = turn("assistant", THINK, THINK_END, "\n\nHi! The sailors.\n")
     want = [*USER_TURN, *done, *ASKED, *turn("assistant", *kept, *CALLED), *RESULTS, *begin]
     assert prompt.input_ids == ids_of(want)
     (item,) = conversations([("data.jsonl", 1, {"prompt": "a<|im_end|>"})], regenerate=True)
@@ -385,7 +397,7 @@ def test_the_step(prepare, tmp_path, capsys):
         assert THINK_END in own
     rejected = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     assert [(line["row"], line["code"]) for line in rejected] == [(4, "duplicate"), (5, "content")]
-    assert "image_url" in rejected[1]["reason"]
+    assert rejected[1]["reason"] == "message 1: only text can be used, this has image_url"
     manifest = json.loads((out / "manifest.json").read_text())
     assert "thinking" not in manifest["inputs"]  # runs from before this key keep theirs
     assert prepare(*ROWS, flags=("--target.thinking", "false")) == 3
