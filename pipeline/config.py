@@ -39,6 +39,8 @@ class TargetSection(Section):
     code_sha256: str | None = None
     """Hash of the Python files in the target's folder, when trust_remote_code is set: other code does not run. Read the
     code, then take the hash from the error that a wrong one gives."""
+    thinking: bool | None = None
+    """Render prompts with or without reasoning, where the chat template can do both. Default: the template's own."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of weights and captured states. CPU: float32."""
     tensor_parallel_size: Count = 1

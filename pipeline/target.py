@@ -39,9 +39,15 @@ class Family:
     special_ids: dict[str, int] = field(default_factory=dict)
     """Tokens that turns are made of, with their distance from the configuration's bos_token_id. Where the tokenizer
     says otherwise, the masks would be wrong in silence: that is an error."""
+    thinking_argument: str = ""
+    """What the chat template calls target.thinking; empty where it knows no such thing."""
+    reasoning_apart: bool = False
+    """Whether the chat template wants reasoning as a field of its own: inside the text of an answer it would be taken
+    for the answer (prepare/reasoning.py)."""
 
 
 LLAMA_LIKE = Family()
+QWEN3 = Family(thinking_argument="enable_thinking")
 KIMI_K25 = Family(
     text_config="text_config",
     prefix="language_model.",
@@ -53,18 +59,29 @@ KIMI_K25 = Family(
         "<|im_user|>": 3,
         "<|im_assistant|>": 4,
         "<|im_system|>": 10,
+        "<|tool_calls_section_begin|>": 11,
+        "<|tool_calls_section_end|>": 12,
+        "<|tool_call_begin|>": 13,
+        "<|tool_call_argument_begin|>": 14,
+        "<|tool_call_end|>": 15,
         "<|im_middle|>": 17,
+        "<|media_begin|>": 18,
+        "<|media_content|>": 19,
+        "<|media_end|>": 20,
+        "<|media_pad|>": 21,
         "<think>": 22,
         "</think>": 23,
     },
+    thinking_argument="thinking",
+    reasoning_apart=True,
 )
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA_LIKE,
     "mistral": LLAMA_LIKE,
     "qwen2": LLAMA_LIKE,
-    "qwen3": LLAMA_LIKE,
-    "qwen3_moe": LLAMA_LIKE,
-    "deepseek_v3": LLAMA_LIKE,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3,
+    "deepseek_v3": Family(thinking_argument="thinking"),  # V3.1's template; V3's and R1's do not read it
     "kimi_k25": KIMI_K25,
 }
 
@@ -261,12 +278,43 @@ class Target:
         return list(dict.fromkeys(found))
 
     @cached_property
-    def control_ids(self) -> list[int]:
-        """Ids that a draft must always be able to say: end of turn, thinking and tool markers.
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages: target.thinking, by the name that it has there.
 
-        All added tokens of the tokenizer, special or not (`</think>` and tool markers are often not).
+        Raises ConfigError where target.thinking is set and the template would not hear of it.
         """
-        return sorted({*self.end_of_turn_ids, *(int(i) for i in self.tokenizer.added_tokens_decoder)})
+        thinking, argument = self.section.thinking, self.family.thinking_argument
+        if thinking is None:
+            return {}
+        if not argument:
+            raise ConfigError(
+                f"target: target.thinking is set, and no chat template of model type "
+                f"{self._whole_config.get('model_type')!r} is known to read it. Leave it out"
+            )
+        if not re.search(rf"\b{argument}\b", str(self.tokenizer.chat_template)):
+            raise ConfigError(
+                f"target: target.thinking is set, and the chat template of {self.folder} does not read "
+                f"{argument!r}. Leave it out"
+            )
+        return {argument: thinking}
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """All added tokens with their ids, special or not (`</think>` and tool markers are often not).
+
+        A slow tokenizer may keep some to itself: Kimi's tells transformers of those alone that are special in its
+        tokenizer_config.json, so that file is asked as well.
+        """
+        tokens = {str(token): int(i) for i, token in self.tokenizer.added_tokens_decoder.items()}
+        if not self.tokenizer.is_fast:
+            listed = _read_json(self.folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+            tokens |= {token["content"]: int(i) for i, token in listed.items()}
+        return tokens
+
+    @cached_property
+    def control_ids(self) -> list[int]:
+        """Ids that a draft must always be able to say: end of turn, thinking and tool markers."""
+        return sorted({*self.end_of_turn_ids, *self.control_tokens.values()})
 
     def head(self) -> Head:
         """Read embedding, final norm and output rows; only the shards that hold them are opened."""

@@ -28,14 +28,7 @@ def run(config: Run) -> None:
     engine_name = _engine_name(config)
     question, rejected = _question(config, target)
     with exclusive(folder, "evaluate"):
-        inputs = {
-            "train": trained.run_key,
-            "target": target.fingerprint,
-            "engine": engine_name,
-            "prompts": [file_sha256(_existing(path)) for path in config.evaluate.prompts],
-            "seed": config.seed,
-            **config.evaluate.model_dump(mode="json", exclude={"prompts", "engine"}),
-        }
+        inputs = _inputs(config, target, trained.run_key, engine_name)
         if done := claim(folder, "evaluate", inputs, resumes=False):
             verify(folder, done)
             print(
@@ -57,6 +50,21 @@ def run(config: Run) -> None:
         finish(folder, "evaluate", inputs, files, summary)
         print(table(summary))
         print(f"evaluate  {folder / 'summary.json'}")
+
+
+def _inputs(config: Run, target: Target, train_key: str, engine: str) -> dict[str, Any]:
+    """Everything that changes what is measured."""
+    inputs = {
+        "train": train_key,
+        "target": target.fingerprint,
+        "engine": engine,
+        "prompts": [file_sha256(_existing(path)) for path in config.evaluate.prompts],
+        "seed": config.seed,
+        **config.evaluate.model_dump(mode="json", exclude={"prompts", "engine"}),
+    }
+    if config.target.thinking is not None:  # keys of runs from before there was such a key stay as they were
+        inputs["thinking"] = config.target.thinking
+    return inputs
 
 
 def summarise(outcome: Outcome, question: Question, engine: str, seed: int) -> dict[str, Any]:
@@ -110,7 +118,7 @@ def _question(config: Run, target: Target) -> tuple[Question, int]:
         raise ConfigError("evaluate: evaluate.prompts is empty. Name a JSONL file of held-out prompts")
     files = [str(_existing(path)) for path in section.prompts]
     rows = (row for source in open_sources(files) for row in source.rows())
-    rendered = list(Renderer(target.tokenizer, target.end_of_turn_ids).prompts(conversations(rows, True)))
+    rendered = list(Renderer.of(target).prompts(conversations(rows, True)))
     rejected = [item for item in rendered if isinstance(item, Rejection)]
     for item in rejected:
         print(f"evaluate  left out: {item.source}, line {item.row}: {item.reason}", file=sys.stderr)

@@ -89,6 +89,8 @@ def _inputs(config: Run, target: Target, sources: list[Source]) -> dict[str, Any
         "tokenizer": target.tokenizer_fingerprint,
         "regenerate": section.regenerate,
     }
+    if config.target.thinking is not None:  # keys of runs from before there was such a key stay as they were
+        inputs["thinking"] = config.target.thinking
     if section.regenerate:
         inputs |= {
             "max_new_tokens": section.max_new_tokens,
@@ -118,7 +120,7 @@ def _prepare(config: Run, target: Target, sources: list[Source], folder: Path) -
     totals = Totals()
     end_ids = target.end_of_turn_ids
     with open_rejects(folder / "rejected.jsonl") as rejects:
-        work = _Work(config, folder, Renderer(target.tokenizer, end_ids), end_ids, totals, rejects)
+        work = _Work(config, folder, Renderer.of(target), end_ids, totals, rejects)
         items = _limited(conversations(_rows(sources, totals), config.prepare.regenerate), config.prepare.limit)
         shards, tokens_per_s = _regenerated(work, items) if config.prepare.regenerate else (_rendered(work, items), 0.0)
         totals.rejected = rejects.counts

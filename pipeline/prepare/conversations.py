@@ -152,8 +152,9 @@ def _text(content: Any, number: int) -> str:
     """A message's text; a list of text parts is joined."""
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in content})
-            raise Rejected("content", f"message {number}: only text can be used, this has {', '.join(kinds)}")
+            kinds = {str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in content}
+            others = ", ".join(sorted(kinds - {"text"})) or "a text part without text"
+            raise Rejected("content", f"message {number}: only text can be used, this has {others}")
         content = "".join(part["text"] for part in content)
     if content is None:
         raise Rejected("empty_turn", f"message {number} has no content")

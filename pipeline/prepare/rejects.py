@@ -28,6 +28,7 @@ CODES = {
     "duplicate": "the same conversation came before",
     "template": "the chat template refuses the conversation",
     "end_in_text": "an answer that contains the end-of-turn token as text",
+    "control_in_text": "text that contains a token which makes turns, calls or images, or a stray <think>",
     "prefix": "the generation prompt is not how the rendered turn begins",
     "no_reasoning": "the template opens the reasoning, the answer has none",
     "prompt_too_long": "no room for an answer within target.max_length",

@@ -8,8 +8,13 @@ no character offsets, so a slow tokenizer that is code in the model's repository
 
 Several turns are one sample when each rendering continues the one before. Where the template rewrites history (Qwen3
 and Kimi drop earlier reasoning) the target sees another context at each turn, so each turn is a sample of its own.
+With Kimi the calls and the answer of one question continue each other, so each question is a sample.
 
-Two cases in which the ids do not nest can be helped:
+Kimi's finished turn cannot be compared with its prompt at all: once the answer is there, the template drops its
+reasoning and that of the calls before it. There the target's words are the reasoning, its closing mark, and what the
+template adds for the turn when no message has reasoning (prepare/reasoning.py takes it out of the text first).
+
+Otherwise, two cases in which the ids do not nest can be helped:
 
 - The text nests and the ids do not, since a token spans the border (an answer that begins with a newline, after a
   generation prompt that ends with one). The turn is then tokenised alone and appended to the prompt, as in serving,
@@ -20,19 +25,18 @@ Two cases in which the ids do not nest can be helped:
 Anything else is rejected with the code `prefix`.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 
 from pipeline.prepare.conversations import TURN_MARK, Conversation
+from pipeline.prepare.reasoning import THINK_CLOSE, THINK_OPEN, taken_apart, without_reasoning
 from pipeline.prepare.rejects import Rejected, Rejection
 from pipeline.store.samples import Sample
-
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-"""What DeepSeek, Qwen and Kimi write around reasoning."""
+from pipeline.target import Target
 
 BATCH = 256
 """Conversations whose texts are tokenised in one call: a fast tokenizer then uses every core."""
@@ -47,6 +51,8 @@ class Turn:
     prompt: str
     own: str
     lost_reasoning: bool = False
+    number: int = 0
+    """From 1, among the conversation's assistant turns."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +74,46 @@ class Prompt:
 
 
 class Renderer:
-    """Renders conversations with a target's tokenizer. `end_ids` end its turns (Target.end_of_turn_ids)."""
+    """Renders conversations with a target's tokenizer. `end_ids` end its turns (Target.end_of_turn_ids).
 
-    def __init__(self, tokenizer: Any, end_ids: list[int]):
-        self._tokenizer = tokenizer
+    `arguments` go to the chat template. With `control_tokens` reasoning is kept apart (prepare/reasoning.py), and text
+    that contains such a token is refused.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_ids: list[int],
+        arguments: dict[str, Any] | None = None,
+        control_tokens: Collection[str] = (),
+    ):
+        self._tokenizer, self._arguments, self._control_tokens = tokenizer, arguments or {}, control_tokens
         self._end_ids = frozenset(end_ids)
         self._end_texts = [str(tokenizer.convert_ids_to_tokens(i)) for i in end_ids]
+
+    @classmethod
+    def of(cls, target: Target) -> "Renderer":
+        """As the target's family wants it. Raises what its tokenizer and target.thinking raise."""
+        control_tokens = target.control_tokens if target.family.reasoning_apart else ()
+        return cls(target.tokenizer, target.end_of_turn_ids, target.template_arguments, control_tokens)
 
     def samples(self, items: Iterable[Conversation | Rejection]) -> Iterator[Rendered | Rejection]:
         """The samples of conversations with their answers, in order; rejections pass through."""
         for batch in _batches(items):
-            turns = [self._try(self._turns, item) for item in batch]
-            texts = [text for t in turns if isinstance(t, list) for turn in t for text in (turn.prompt, _whole(turn))]
-            ids = iter(self.encode(texts))
-            for item, rendered in zip(batch, turns, strict=True):
-                if isinstance(rendered, Rejection):
-                    yield rendered
+            parts = [part for item in batch for part in self._parts(item)]
+            turns = [turn for part in parts if not isinstance(part, Rejection) for turn in part[1]]
+            ids = iter(self.encode([text for turn in turns for text in (turn.prompt, _whole(turn))]))
+            for part in parts:
+                if isinstance(part, Rejection):
+                    yield part
                     continue
-                assert isinstance(item, Conversation)
-                yield from self._assemble(item, rendered, [(next(ids), next(ids)) for _ in rendered])
+                conversation, rendered = part
+                yield from self._assemble(conversation, rendered, [(next(ids), next(ids)) for _ in rendered])
 
     def prompts(self, items: Iterable[Conversation | Rejection]) -> Iterator[Prompt | Rejection]:
         """The prompts of conversations that are to be answered, in order; rejections pass through."""
         for batch in _batches(items):
-            texts = [self._try(lambda c: self._render(c, len(c.messages), True), item) for item in batch]
+            texts = [self._try(self._prompt, item) for item in batch]
             ids = iter(self.encode([text for text in texts if isinstance(text, str)]))
             for item, text in zip(batch, texts, strict=True):
                 if isinstance(text, Rejection):
@@ -121,17 +143,71 @@ class Renderer:
             messages = [*messages[:-1], last]
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tools=conversation.tools, tokenize=False, add_generation_prompt=generation_prompt
+                messages,
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._arguments,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise Rejected("template", f"the chat template refuses it: {error or type(error).__name__}") from None
 
+    def _prompt(self, conversation: Conversation) -> str:
+        if self._control_tokens:
+            conversation = self._apart(conversation)
+        return self._render(conversation, len(conversation.messages), True)
+
+    def _parts(self, item: Conversation | Rejection) -> list[Rejection | tuple[Conversation, list[Turn]]]:
+        """A conversation with its turns, after the turns that are rejected alone; or what was rejected as a whole."""
+        if isinstance(item, Rejection):
+            return [item]
+        try:
+            turns = self._turns_apart(item) if self._control_tokens else self._turns(item)
+        except Rejected as why:
+            return [item.rejection(why)]
+        good = [turn for turn in turns if isinstance(turn, Turn)]
+        bad = [turn for turn in turns if isinstance(turn, Rejection)]
+        return [*bad, *([(item, good)] if good else [])]
+
     def _turns(self, conversation: Conversation) -> list[Turn]:
-        return [
-            self._turn(conversation, number)
-            for number, message in enumerate(conversation.messages)
-            if message["role"] == "assistant"
-        ]
+        numbers = _assistant_turns(conversation)
+        return [replace(self._turn(conversation, n), number=k) for k, n in enumerate(numbers, 1)]
+
+    def _turns_apart(self, conversation: Conversation) -> list[Turn | Rejection]:
+        """As `_turns`; a turn without reasoning is rejected alone, since histories often come without theirs."""
+        conversation, out = self._apart(conversation), []
+        numbers = _assistant_turns(conversation)
+        for k, number in enumerate(numbers, 1):
+            try:
+                out.append(replace(self._turn_apart(conversation, number), number=k))
+            except Rejected as why:
+                if why.code != "no_reasoning":
+                    raise
+                out.append(conversation.rejection(why, f"{conversation.id}{TURN_MARK}{k}" if numbers[1:] else None))
+        return out
+
+    def _apart(self, conversation: Conversation) -> Conversation:
+        messages = taken_apart(conversation.messages, conversation.tools, self._control_tokens)
+        return replace(conversation, messages=messages)
+
+    def _turn_apart(self, conversation: Conversation, number: int) -> Turn:
+        """What the target says after its prompt, in a template that shows reasoning only while it is of use."""
+        bare = replace(conversation, messages=without_reasoning(conversation.messages))
+        begin, whole = self._render(bare, number, True), self._render(bare, number + 1, False)
+        reasoning: str | None = conversation.messages[number].get("reasoning_content")
+        opened = begin.endswith(THINK_OPEN)
+        if opened and reasoning is None:
+            raise Rejected(
+                "no_reasoning",
+                f"message {number + 1} has no reasoning, the generation prompt opens {THINK_OPEN}. Regenerate, or set "
+                "target.thinking = false",
+            )
+        if opened:
+            begin += THINK_CLOSE
+        if not whole.startswith(begin):
+            raise Rejected("prefix", f"message {number + 1}: its rendering does not begin with the generation prompt")
+        own = (f"{reasoning}{THINK_CLOSE}" if opened else "") + whole[len(begin) :]
+        return Turn(self._render(conversation, number, True), own, bool(reasoning) and not opened)
 
     def _turn(self, conversation: Conversation, number: int) -> Turn:
         message = conversation.messages[number]
@@ -163,18 +239,18 @@ class Renderer:
         prompts = [prompt for prompt, _ in pairs]
         spans = [(len(p), len(p) + (end or len(ids))) for p, ids, end in zip(prompts, own, ends, strict=True)]
         wholes = [prompt + ids for prompt, ids in zip(prompts, own, strict=True)]
-        continues = all(
-            later[:stop] == whole[:stop] for later, whole, (_, stop) in zip(prompts[1:], wholes, spans, strict=False)
-        )
         lost = [turn.lost_reasoning for turn in turns]
         without_end = [end is None for end in ends]
-        if continues:
-            sample = _sample(conversation.id, conversation.id, wholes[-1], spans)
-            yield Rendered(conversation, sample, sum(lost), sum(without_end))
-            return
-        for k, (ids, span) in enumerate(zip(wholes, spans, strict=True)):
-            sample = _sample(f"{conversation.id}{TURN_MARK}{k + 1}", conversation.id, ids, [span])
-            yield Rendered(conversation, sample, int(lost[k]), int(without_end[k]))
+        continues = [
+            later[:stop] == whole[:stop] for later, whole, (_, stop) in zip(prompts[1:], wholes, spans, strict=False)
+        ]
+        if not all(continues) and not self._control_tokens:
+            continues = [False] * len(continues)  # all or nothing: the samples of other families stay as they were
+        edges = [0, *(k for k, joined in enumerate(continues, 1) if not joined), len(turns)]
+        for first, stop in pairwise(edges):
+            name = conversation.id if len(edges) == 2 else f"{conversation.id}{TURN_MARK}{turns[first].number}"
+            sample = _sample(name, conversation.id, wholes[stop - 1], spans[first:stop])
+            yield Rendered(conversation, sample, sum(lost[first:stop]), sum(without_end[first:stop]))
 
     def _own_ids(self, turn: Turn, prompt_ids: Ids, whole_ids: Ids) -> Ids:
         if whole_ids[: len(prompt_ids)] == prompt_ids:
@@ -222,6 +298,10 @@ def _reasoned(prompt: str, before: str, whole: str, message: dict[str, Any]) -> 
     if prompt.endswith("\n"):
         return f"{reasoning.strip()}\n{THINK_CLOSE}\n\n{answer.lstrip()}"
     return f"{reasoning}{THINK_CLOSE}{answer}"
+
+
+def _assistant_turns(conversation: Conversation) -> list[int]:
+    return [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
 
 
 def _whole(turn: Turn) -> str:
