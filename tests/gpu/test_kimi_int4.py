@@ -39,8 +39,11 @@ def test_states_of_int4_weights(kimi_folder: Path, tmp_path: Path):
     for slot, layer in enumerate([*AUX_LAYERS, NUM_LAYERS]):
         got_SH = torch.cat([result.states_LSH[slot].float() for result in captured])
         error_S = _errors(got_SH, reference, samples, layer)
-        assert float(error_S.quantile(0.8)) < 0.05, f"layer {layer}"
-        assert float(error_S.median()) < float(_errors(got_SH, unquantised, samples, layer).median()) / 2
+        other_S = _errors(got_SH, unquantised, samples, layer)
+        print(
+            f"layer {layer}: median error {error_S.median():.3f}; against the unquantised weights {other_S.median():.3f}"
+        )
+        assert float(error_S.median()) < min(0.05, float(other_S.median()) / 3)
 
 
 def _errors(got_SH: torch.Tensor, reference: Reference, samples: list[Sample], layer: int) -> torch.Tensor:

@@ -106,14 +106,18 @@ def test_states_are_those_of_the_text_model(run: Run, kimi_folder: Path, tmp_pat
         assert_close(sample.last_states_SH, states[NUM_LAYERS])
 
 
-def assert_close(got_SH: torch.Tensor, want_SH: torch.Tensor) -> None:
-    """To rounding in float32. In bfloat16 a few tokens go to other experts: then most rows must be near."""
+def assert_close(got_SH: torch.Tensor, want_SH: torch.Tensor, on_gpu: float = 0.1) -> None:
+    """To rounding on a CPU. On a GPU products are coarser and some tokens go to other experts: half the rows are near.
+
+    The states of another layer would be off by half of their size.
+    """
     assert got_SH.shape == want_SH.shape
     if not ON_GPU:
         assert max_relative_error(got_SH, want_SH) < 1e-4
         return
-    error_S = (got_SH.float() - want_SH).abs().amax(-1) / want_SH.abs().amax(-1)
-    assert float(error_S.quantile(0.8)) < 0.05
+    error_S = (got_SH.float() - want_SH.float()).abs().amax(-1) / want_SH.float().abs().amax(-1)
+    print(f"median error {error_S.median():.4f}")
+    assert float(error_S.median()) < on_gpu
 
 
 def test_the_drafts_configuration_is_that_of_public_kimi_drafts(run: Run):
@@ -184,20 +188,22 @@ def test_what_was_memorised_is_accepted_by_vllm(run: Run):
 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs a second GPU")
-def test_two_gpus_that_share_the_target_give_the_same_states(run: Run):
-    """Tensor parallel 2, heads and experts cut in two: the states of one. (On a CPU: two processes.)"""
-    reader = StatesReader(run.folder("hidden"))
+def test_two_gpus_that_share_the_target_give_the_same_states(
+    run: Run, kimi_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Tensor parallel 2, heads and experts cut in two, in float32. (On a CPU: two processes.)"""
+    if ON_GPU:
+        monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # kernels for latent attention have no float32
     samples = list(read_samples(run.folder("prepared")))
-    target = run.target.model_copy(update={"tensor_parallel_size": 2})
+    target = run.target.model_copy(update={"tensor_parallel_size": 2, "dtype": "float32"})
     config = run.model_copy(update={"target": target})
     engine = engines.start(config, Target(target), [*AUX_LAYERS, NUM_LAYERS])
     try:
         captured = list(engine.capture([samples]))
     finally:
         engine.close()
-    for number, result in enumerate(captured):
-        alone = reader.read(number)
-        assert result.input_ids_S.tolist() == alone.input_ids_S.tolist()
-        for slot in range(3):
-            assert_close(result.states_LSH[slot], alone.aux_states_SLH[:, slot].float())
-        assert_close(result.states_LSH[3], alone.last_states_SH.float())
+    reference = Reference(save_text_model(kimi_folder, tmp_path))
+    states = [reference.states(sample.input_ids_S.tolist()) for sample in samples]
+    for slot, layer in enumerate([*AUX_LAYERS, NUM_LAYERS]):
+        got_SH = torch.cat([result.states_LSH[slot] for result in captured])
+        assert_close(got_SH, torch.cat([of_sample[layer] for of_sample in states]), on_gpu=0.02)
