@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as compute
 import pyarrow.parquet as pq
 
 from pipeline.errors import InputError
@@ -65,6 +66,24 @@ def read_samples(folder: Path) -> Iterator[Sample]:
                     yield from _samples_of(batch)
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"prepare: {path} cannot be read ({error}). Run prepare again") from None
+
+
+def sample_sizes(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Of every sample of a finished `prepared/` folder, in order: its tokens, and the bytes of its two ids. int64.
+
+    Reads the masks for it, which are an eighth of a byte a token. Raises InputError as `read_samples` does.
+    """
+    tokens, names = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for shard in read_manifest(folder, "prepare").shards:
+        path = folder / shard.file
+        try:
+            table = pq.read_table(path, columns=["sample_id", "conversation_id", "loss_mask"])
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"prepare: {path} cannot be read ({error}). Run prepare again") from None
+        tokens.append(compute.list_value_length(table["loss_mask"]).to_numpy().astype(np.int64))
+        ids = (compute.binary_length(table[name]).to_numpy() for name in ("sample_id", "conversation_id"))
+        names.append(sum(ids).astype(np.int64))
+    return np.concatenate(tokens), np.concatenate(names)
 
 
 def _samples_of(batch: pa.RecordBatch) -> Iterator[Sample]:
