@@ -7,7 +7,7 @@ once, by the shapes in config.json: within about a third of what vLLM finds when
 from dataclasses import dataclass
 
 from pipeline.config import Run
-from pipeline.forecast.weights import TargetWeights
+from pipeline.forecast.weights import TargetWeights, stored_bytes
 from pipeline.preflight.inputs import STATES_PER_TOKEN
 from pipeline.target import Target
 
@@ -53,9 +53,11 @@ def engine_memory(
     """For forward passes of so many tokens, with so many sequences of target.max_length at once."""
     gpus, item = config.target.tensor_parallel_size, target.dtype.itemsize
     forecast = config.forecast
+    quantised = target.config.get("quantization_config")
+    converted = 1 if quantised else item / stored_bytes(target)  # vLLM loads them in target.dtype
     states = STATES_PER_TOKEN * batched_tokens * target.hidden_size * item if captures else 0
     return EngineMemory(
-        weights=weights.per_gpu(gpus) * (2 if item == 4 and not target.config.get("quantization_config") else 1),
+        weights=weights.per_gpu(gpus) * converted,
         activations=batched_tokens * _activations(target, gpus) * item,
         captured=states,
         overhead=forecast.gpu_overhead_gib * GIB,
@@ -70,7 +72,10 @@ def _cache_numbers(target: Target, gpus: int) -> int:
     own, heads = target.config, int(target.config["num_attention_heads"])
     if own.get("kv_lora_rank") is not None:
         return target.num_layers * (int(own["kv_lora_rank"]) + int(own["qk_rope_head_dim"]))
-    kv_heads, width = int(own.get("num_key_value_heads") or heads), int(own.get("head_dim") or target.hidden_size // heads)
+    kv_heads, width = (
+        int(own.get("num_key_value_heads") or heads),
+        int(own.get("head_dim") or target.hidden_size // heads),
+    )
     return target.num_layers * 2 * max(1, kv_heads // gpus) * width
 
 

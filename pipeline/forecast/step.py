@@ -10,9 +10,10 @@ from pipeline.errors import InputError
 from pipeline.forecast import disk
 from pipeline.forecast.data import Data, data_of
 from pipeline.forecast.engine_memory import GIB, EngineMemory, engine_memory
-from pipeline.forecast.shapes import target_shapes
+from pipeline.forecast.shapes import Shapes, target_shapes
 from pipeline.forecast.training import TrainingMemory, training_memory
 from pipeline.forecast.weights import TargetWeights, target_weights
+from pipeline.preflight.inputs import STATES_PER_TOKEN
 from pipeline.prepare.regenerate import BATCHED_TOKENS
 from pipeline.progress import clock
 from pipeline.target import Target
@@ -28,11 +29,15 @@ class Forecast:
     """The facts of one run. `unfit` collects what does not fit, in a word each."""
 
     config: Run
-    target: Target
-    shapes_from: str
+    shapes: Shapes
     data: Data
     weights: TargetWeights
     unfit: list[str] = field(default_factory=list)
+
+    @property
+    def target(self) -> Target:
+        """The target, of which the configuration can be read and perhaps nothing else."""
+        return self.shapes.target
 
     @cached_property
     def processes(self) -> int:
@@ -70,8 +75,8 @@ class Forecast:
 
 def run(config: Run) -> None:
     """Print the forecast. Raises InputError, naming it, when something does not fit."""
-    target, shapes_from = target_shapes(config.target)
-    facts = Forecast(config, target, shapes_from, data_of(config), target_weights(target))
+    shapes = target_shapes(config.target)
+    facts = Forecast(config, shapes, data_of(config), target_weights(shapes))
     print(_title(facts))
     for heading, rows in (
         ("", _input_rows(facts)),
@@ -96,8 +101,11 @@ def _input_rows(facts: Forecast) -> Rows:
     mean = data.tokens / max(1, data.samples)
     source = f"counted in {data.counted}" if data.counted else "assumed: forecast.samples, forecast.tokens_per_sample"
     return [
-        ("target", f"{target.num_layers} layers, hidden size {target.hidden_size:,}, {facts.weights.total / 1e9:,.1f} GB"),
-        ("", f"shapes from {facts.shapes_from}; size {facts.weights.source}"),
+        (
+            "target",
+            f"{target.num_layers} layers, hidden size {target.hidden_size:,}, {facts.weights.total / 1e9:,.1f} GB",
+        ),
+        ("", f"shapes: {facts.shapes.source}; size: {facts.weights.source}"),
         ("samples", f"{data.samples:,} of {mean:,.0f} tokens, {data.tokens / 1e6:,.1f} M tokens ({source})"),
     ]
 
@@ -131,18 +139,32 @@ def _disk_rows(facts: Forecast) -> Rows:
 
 
 def _hour_rows(facts: Forecast) -> Rows:
-    config, section, data = facts.config, facts.config.forecast, facts.data
-    rows: Rows = [("prepare", _prepare_hours(facts))]
+    return [("prepare", _prepare_hours(facts)), *_extract_hours(facts), ("train", _train_hours(facts))]
+
+
+def _extract_hours(facts: Forecast) -> Rows:
+    section, tokens = facts.config.forecast, facts.data.tokens
     if facts.done("hidden"):
-        rows.append(("extract", "done"))
-    else:
-        for name, rate in (("tuned", section.prefill_tokens_per_s), ("untuned", section.prefill_untuned_tokens_per_s)):
-            text = f"{_hours(data.tokens, rate)} at {rate:,.0f} tok/s, NCCL {name}"
-            rows.append(("extract" if name == "tuned" else "", text))
-        if config.extract.engine == "speculators":
-            text = f"that is prefill alone; engine speculators reached {EXTRACT_SHARE:.0%} of it on one H200 (Llama 8B)"
-            rows.append(("", text.replace("%", " %")))
-    return [*rows, ("train", _train_hours(facts))]
+        return [("extract", "done")]
+    tuned, untuned = section.prefill_tokens_per_s, section.prefill_untuned_tokens_per_s
+    rows = [
+        ("extract", f"{_hours(tokens, tuned)} at {tuned:,.0f} tok/s, NCCL tuned; writes {_rate(facts, tuned)}"),
+        ("", f"{_hours(tokens, untuned)} at {untuned:,.0f} tok/s, NCCL untuned"),
+    ]
+    if not {"prefill_tokens_per_s", "prefill_untuned_tokens_per_s"} & section.model_fields_set:
+        rows.append(
+            ("", "published rates of Kimi-K2.5 on eight RTX PRO 6000; forecast.prefill_tokens_per_s sets yours")
+        )
+    if facts.config.extract.engine == "speculators":
+        share = f"{EXTRACT_SHARE:.0%}".replace("%", " %")
+        rows.append(("", f"prefill alone; engine speculators reached {share} of it on one H200 (a Llama of 8 B)"))
+    return rows
+
+
+def _rate(facts: Forecast, tokens_per_s: float) -> str:
+    """Bytes of states a second, which the disk must keep up with."""
+    bytes_per_token = STATES_PER_TOKEN * facts.target.hidden_size * facts.target.dtype.itemsize
+    return f"{bytes_per_token * tokens_per_s / 1e6:,.0f} MB/s"
 
 
 def _prepare_hours(facts: Forecast) -> str:
@@ -180,7 +202,9 @@ def _memory_rows(facts: Forecast) -> Rows:
     rows: Rows = []
     if gpus > section.gpu_count:
         verdict = facts.verdict("target.tensor_parallel_size", gpus, section.gpu_count)
-        rows.append(("target", f"target.tensor_parallel_size {gpus}, forecast.gpu_count {section.gpu_count}: {verdict}"))
+        rows.append(
+            ("target", f"target.tensor_parallel_size {gpus}, forecast.gpu_count {section.gpu_count}: {verdict}")
+        )
     if config.prepare.regenerate:
         wanted = config.prepare.max_num_seqs
         memory = engine_memory(
@@ -231,11 +255,11 @@ def _training_rows(facts: Forecast) -> Rows:
         "overhead": overhead,
     }
     rows = -(-train.rows_per_step // facts.processes)
-    text = f"{memory.parameters / 1e6:,.0f} M weights, {facts.processes} processes, {rows} full rows of "
+    text = f"{memory.parameters / 1e6:,.0f} M weights; processes: {facts.processes}, rows in each: {rows}, full, of "
     return [
         ("train", f"{_gib(memory.total + overhead)} of {_gib(have)}: {verdict}"),
         ("", _parts(parts)),
-        ("", f"{text}{train.tokens_per_row:,} tokens in each"),
+        ("", f"{text}{train.tokens_per_row:,} tokens"),
     ]
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import InputError
-from pipeline.forecast.shapes import INDEX
+from pipeline.forecast.shapes import Shapes
 from pipeline.preflight.inputs import weight_bytes, weight_files
 from pipeline.target import Target
 
+INDEX = "model.safetensors.index.json"
 SCALE_BYTES = 2
 """A scale of quantised weights is a bfloat16 (compressed-tensors, pack-quantized)."""
 STORED_BYTES = 2
@@ -45,21 +46,27 @@ class TargetWeights:
         return self.whole + (self.total - self.whole) / gpus
 
 
-def target_weights(target: Target) -> TargetWeights:
-    """Size of the weights, from their files, their index or the configuration."""
+def target_weights(shapes: Shapes) -> TargetWeights:
+    """Size of the weights, as their files, the hub or their index say, or computed."""
+    target = shapes.target
     computed = [(_bytes(target, matrices), matrices.shared) for matrices in _matrices(target)]
     size, whole = sum(size for size, _ in computed), sum(size for size, shared in computed if not shared)
-    total, source = _stated(target)
+    total, source = (shapes.weights_on_hub, "the hub") if shapes.weights_on_hub else _stated(target)
     if not total:
         return TargetWeights(size, whole, "computed from config.json")
     return TargetWeights(total, min(total, whole + max(0, total - size)), source)
+
+
+def stored_bytes(target: Target) -> int:
+    """Bytes of a weight on disk that is not quantised."""
+    return 4 if str(target.config.get("dtype") or target.config.get("torch_dtype")) == "float32" else STORED_BYTES
 
 
 def _stated(target: Target) -> tuple[int, str]:
     index = target.folder / INDEX
     files = weight_files(target.folder) if index.is_file() else ["model.safetensors"]
     if all((target.folder / name).is_file() for name in files):
-        return weight_bytes(target.folder), "its files"
+        return weight_bytes(target.folder), "its files' sizes"
     if not index.is_file():
         return 0, ""
     try:
@@ -108,10 +115,11 @@ def _attention(target: Target) -> Iterator[Matrices]:
 def _bytes(target: Target, matrices: Matrices) -> int:
     numbers = matrices.count * matrices.shape[0] * matrices.shape[1]
     settings = target.config.get("quantization_config") or {}
-    quantised = bool(settings) and not matrices.name.startswith(("embed", "lm_head")) and "gate" != matrices.name[-4:]
+    quantised = (
+        bool(settings) and not matrices.name.startswith(("embed", "lm_head")) and not matrices.name.endswith("gate")
+    )
     if not quantised or any(_names(pattern, matrices.name) for pattern in _left_out(settings)):
-        stored = str(target.config.get("dtype") or target.config.get("torch_dtype"))
-        return numbers * (4 if stored == "float32" else STORED_BYTES)
+        return numbers * stored_bytes(target)
     bits, group = _bits_and_group(settings)
     return numbers * bits // 8 + (numbers // group * SCALE_BYTES if group else 0)
 

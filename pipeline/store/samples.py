@@ -9,10 +9,10 @@ loss_mask        list<bool>, as long as input_ids: true where the target's own w
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as compute
 import pyarrow.parquet as pq
 
 from pipeline.errors import InputError
@@ -73,6 +73,9 @@ def sample_sizes(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
     Reads the masks for it, which are an eighth of a byte a token. Raises InputError as `read_samples` does.
     """
+    from pyarrow import compute
+
+    count: Any = compute  # its functions are made at run time
     tokens, names = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for shard in read_manifest(folder, "prepare").shards:
         path = folder / shard.file
@@ -80,9 +83,9 @@ def sample_sizes(folder: Path) -> tuple[np.ndarray, np.ndarray]:
             table = pq.read_table(path, columns=["sample_id", "conversation_id", "loss_mask"])
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"prepare: {path} cannot be read ({error}). Run prepare again") from None
-        tokens.append(compute.list_value_length(table["loss_mask"]).to_numpy().astype(np.int64))
-        ids = (compute.binary_length(table[name]).to_numpy() for name in ("sample_id", "conversation_id"))
-        names.append(sum(ids).astype(np.int64))
+        tokens.append(count.list_value_length(table["loss_mask"]).to_numpy().astype(np.int64))
+        sample, conversation = (count.binary_length(table[key]) for key in ("sample_id", "conversation_id"))
+        names.append(sample.to_numpy().astype(np.int64) + conversation.to_numpy())
     return np.concatenate(tokens), np.concatenate(names)
 
 
