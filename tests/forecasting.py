@@ -1,7 +1,6 @@
 """A small run whose training is forecast, and one forward pass of it as the trainer does it."""
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ LLAMA = {
 }
 
 
-def small_run(folder: Path | None = None, **train: Any) -> tuple[Run, Target]:
+def small_run(folder: Path, **train: Any) -> tuple[Run, Target]:
     """A configuration and a target that is a config.json and nothing else."""
-    folder = folder or Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(LLAMA))
     config = Run.model_validate(
         {
@@ -57,9 +55,3 @@ def make_trainer(config: Run, target: Target) -> Trainer:
     )
     teacher = TargetHead(head, torch.arange(words), device)
     return Trainer(draft, teacher, rows, rows, section, Place(0, 1, device), 0)
-
-
-def forward(config: Run, target: Target) -> torch.Tensor:
-    """Loss of one full row, with all that its backward pass needs."""
-    trainer = make_trainer(config, target)
-    return trainer.module(trainer.train_rows.load([0]), None, False).loss
