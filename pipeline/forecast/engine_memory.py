@@ -1,7 +1,7 @@
 """Memory of one GPU while vLLM runs the target: for prepare.regenerate and for extract.
 
 Weights, keys and values are exact but for vLLM's rounding to blocks. Activations are what the largest layer holds at
-once, by the shapes in config.json: within about a third of what vLLM finds when it measures itself at its start.
+once, by the shapes in config.json: an estimate that no run has been compared with yet.
 """
 
 from dataclasses import dataclass

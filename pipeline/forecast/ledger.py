@@ -97,7 +97,7 @@ class Ledger(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._block_of(value)
         if workspace := WORKSPACES.get(func):
-            self._hold(workspace(*args)).end = self._tick()
+            self._release(self._hold(workspace(*args)))
         return result
 
     def _block_of(self, tensor: Tensor) -> Held:
