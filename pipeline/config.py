@@ -222,7 +222,7 @@ class ForecastSection(Section):
     answer_tokens_per_sample: Count | None = None
     """Mean length of a regenerated answer in tokens. Default: prepare.max_new_tokens, at most half of a sample."""
     prefill_tokens_per_s: float = Field(default=7350, gt=0)
-    """Prefill of the target with NCCL tuned as docker/nccl.env does it, in tokens per second, all GPUs together."""
+    """Prefill of the target with NCCL tuned for the machine, in tokens per second, all GPUs together."""
     prefill_untuned_tokens_per_s: float = Field(default=876, gt=0)
     """The same with NCCL's defaults."""
     generation_tokens_per_s: float | None = Field(default=None, gt=0)

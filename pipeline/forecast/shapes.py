@@ -39,7 +39,7 @@ def target_shapes(section: TargetSection) -> Shapes:
         recorded = RECORDED / section.path.replace("/", "--")
         if not recorded.is_dir():
             raise
-        return Shapes(_at(section, recorded), f"{recorded.parent.parent.name}/recorded: the hub cannot be reached")
+        return Shapes(_at(section, recorded), f"{recorded.parent.parent.name}/recorded, as the hub did not give them")
 
 
 def _from_hub(section: TargetSection) -> Shapes:

@@ -30,7 +30,7 @@ samples = 100000
 KIMI_TABLE = """\
 Kimi-K2.5, draft of 1 layer, 32,000 words: forecast of run kimi
   target             61 layers, hidden size 7,168, 594.2 GB
-                     shapes: forecast/recorded: the hub cannot be reached; size: computed from config.json
+                     shapes: forecast/recorded, as the hub did not give them; size: computed from config.json
   samples            100,000 of 2,048 tokens, 204.8 M tokens (assumed: forecast.samples, forecast.tokens_per_sample)
 disk
   target             594.2 GB, 594.2 GB of it to be fetched   {cache}
