@@ -181,6 +181,11 @@ class Target:
         return int(self._number("num_hidden_layers"))
 
     @property
+    def num_experts(self) -> int:
+        """Experts of a layer that a token chooses among; 0 for a model without. Families have two names for it."""
+        return int(self.config.get("n_routed_experts") or self.config.get("num_experts") or 0)
+
+    @property
     def hidden_size(self) -> int:
         return int(self._number("hidden_size"))
 
@@ -188,11 +193,6 @@ class Target:
     def vocab_size(self) -> int:
         """Rows of the output matrix, which may exceed the tokenizer's words."""
         return int(self._number("vocab_size"))
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of a layer that a token chooses among; 0 for a model without. Families have two names for it."""
-        return int(self.config.get("n_routed_experts") or self.config.get("num_experts") or 0)
 
     def aux_layers(self, wanted: tuple[int, int, int] | None) -> list[int]:
         """Three aux layer ids in vLLM's serving convention: id i is the input of decoder layer i.
