@@ -55,6 +55,8 @@ train: extract vocab ## 4. The draft
 evaluate: train ## 5. What it is worth on held-out prompts
 preflight prepare extract vocab train evaluate:
 	$(STEP) $@ $(ARGS)
+forecast: ## What a run will need, before anything is downloaded: disk, hours, memory of a GPU
+	$(STEP) --entrypoint 'python -m pipeline forecast' vocab $(ARGS)
 report: ## What each step of a run has made, and what the draft is worth
 	$(STEP) --entrypoint 'python -m pipeline report' vocab $(ARGS)
 serve: ## vLLM's OpenAI server with the draft, on 127.0.0.1:8000
@@ -110,5 +112,5 @@ $(UV): $(LOCKS)/uv.txt
 	touch $@
 
 .NOTPARALLEL:
-.PHONY: help demo test build push pull test-docker preflight prepare extract vocab train evaluate report serve board \
-  shell setup check lock clean
+.PHONY: help demo test build push pull test-docker preflight prepare extract vocab train evaluate forecast report serve \
+  board shell setup check lock clean

@@ -24,6 +24,11 @@ STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "train": ("pipeline.train", "train the draft", ("target", "train")),
     "evaluate": ("pipeline.evaluate", "acceptance length on held-out prompts", ("target", "evaluate")),
     "preflight": ("pipeline.preflight.step", "what can be known in seconds, before a model is loaded", ("target",)),
+    "forecast": (
+        "pipeline.forecast",
+        "what a run will need: disk, hours, memory; nothing is loaded",
+        ("target", "prepare", "extract", "vocab", "train", "forecast"),
+    ),
     "report": ("pipeline.report", "what each step has made and what the draft is worth", ()),
     "serve": ("pipeline.serve", "the target with its draft behind an OpenAI API", ("target", "serve")),
     "demo": ("pipeline.demo", "all steps on SmolLM2-135M-Instruct, without a GPU", tuple(Run.model_fields)),

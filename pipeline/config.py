@@ -211,6 +211,36 @@ class ServeSection(Section):
     """More arguments of `vllm serve`, for example ["--max-model-len", "32768"]."""
 
 
+class ForecastSection(Section):
+    """What a run will need, before it is begun: the data where prepared/ is not there yet, and the machine.
+
+    The defaults describe eight RTX PRO 6000 Blackwell on PCIe. The rates are Kimi-K2.5's there, as users of that
+    machine published them (github.com/local-inference-lab/rtx6kpro, read on 2026-11-30)."""
+
+    samples: Count | None = None
+    """Samples, where prepared/ is not finished (its own count is taken then). Default: prepare.limit, else 100,000."""
+    tokens_per_sample: Count | None = None
+    """Mean length of a sample in tokens, prompt and answer. Default: target.max_length, the most that it can be."""
+    answer_tokens_per_sample: Count | None = None
+    """Mean length of a regenerated answer in tokens. Default: prepare.max_new_tokens, at most half of a sample."""
+    prefill_tokens_per_s: float = Field(default=7350, gt=0)
+    """Prefill of the target with NCCL tuned for the machine, in tokens per second, all GPUs together."""
+    prefill_untuned_tokens_per_s: float = Field(default=876, gt=0)
+    """The same with NCCL's defaults."""
+    generation_tokens_per_s: float | None = Field(default=None, gt=0)
+    """Regenerated tokens per second, all answers together. Unknown for Kimi-K2.5 in batches, so without a default:
+    `prepare` shows it after a minute. A single answer gets 78 to 92."""
+    train_tokens_per_s: float | None = Field(default=None, gt=0)
+    """Trained tokens per second, all processes together; without a default. `train` shows it after a minute."""
+    gpu_count: Count = 8
+    """GPUs of the machine."""
+    gpu_memory_gib: float = Field(default=95.5, gt=0)
+    """Memory of one GPU in GiB, as nvidia-smi shows it in MiB. Cards sold with 96 GB have 97,887 MiB."""
+    gpu_overhead_gib: float = Field(default=1.5, gt=0)
+    """Of that, in GiB, what is taken beside tensors: CUDA's context and kernels, NCCL's buffers, unused parts of
+    blocks. An allowance, not measured on that machine."""
+
+
 class Run(BaseSettings):
     """All of one run. Everything it makes lies under `runs_dir`/`name`/."""
 
@@ -236,6 +266,7 @@ class Run(BaseSettings):
     train: TrainSection = TrainSection()
     evaluate: EvaluateSection = EvaluateSection()
     serve: ServeSection = ServeSection()
+    forecast: ForecastSection = ForecastSection()
 
     @model_validator(mode="after")
     def _rows_hold_samples(self) -> "Run":

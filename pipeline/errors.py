@@ -3,7 +3,8 @@
 0  done            2  configuration or usage     3  folder made with other settings
 1  a fault of ours 4  unusable input or model    5  disk without room
 
-`versions` ends with 1 where something differs, `preflight` with 4 where a check failed.
+`versions` ends with 1 where something differs, `preflight` with 4 where a check failed,
+`forecast` with 4 where something does not fit.
 """
 
 import errno

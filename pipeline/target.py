@@ -201,6 +201,11 @@ class Target:
         return int(self._number("num_hidden_layers"))
 
     @property
+    def num_experts(self) -> int:
+        """Experts of a layer that a token chooses among; 0 for a model without. Families have two names for it."""
+        return int(self.config.get("n_routed_experts") or self.config.get("num_experts") or 0)
+
+    @property
     def hidden_size(self) -> int:
         return int(self._number("hidden_size"))
 

@@ -9,6 +9,7 @@ loss_mask        list<bool>, as long as input_ids: true where the target's own w
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -65,6 +66,27 @@ def read_samples(folder: Path) -> Iterator[Sample]:
                     yield from _samples_of(batch)
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"prepare: {path} cannot be read ({error}). Run prepare again") from None
+
+
+def sample_sizes(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Of every sample of a finished `prepared/` folder, in order: its tokens, and the bytes of its two ids. int64.
+
+    Reads the masks for it, which are an eighth of a byte a token. Raises InputError as `read_samples` does.
+    """
+    from pyarrow import compute
+
+    count: Any = compute  # its functions are made at run time
+    tokens, names = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for shard in read_manifest(folder, "prepare").shards:
+        path = folder / shard.file
+        try:
+            table = pq.read_table(path, columns=["sample_id", "conversation_id", "loss_mask"])
+        except (OSError, pa.ArrowException) as error:
+            raise InputError(f"prepare: {path} cannot be read ({error}). Run prepare again") from None
+        tokens.append(count.list_value_length(table["loss_mask"]).to_numpy().astype(np.int64))
+        sample, conversation = (count.binary_length(table[key]) for key in ("sample_id", "conversation_id"))
+        names.append(sample.to_numpy().astype(np.int64) + conversation.to_numpy())
+    return np.concatenate(tokens), np.concatenate(names)
 
 
 def _samples_of(batch: pa.RecordBatch) -> Iterator[Sample]:

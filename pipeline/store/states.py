@@ -14,6 +14,7 @@ states must give equal bytes.
 """
 
 import json
+import math
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ from pipeline.store.tensors import write_tensors
 
 FORMAT = 1
 METADATA_KEY = "aerie"
+RUN_KEY_DIGITS = 32
+"""Length of pipeline.store.run_key's result."""
 OPEN_SHARDS = 64
 """Shards kept mapped at once: enough for a shuffled reader, far below the kernel's 65,530 mappings a process."""
 
@@ -92,6 +95,35 @@ def write_states(
     }
     write_tensors(path, tensors, (METADATA_KEY, json.dumps(asdict(header), ensure_ascii=False)))
     return Shard.describe(path, len(samples), sum(lengths))
+
+
+def shard_bytes(
+    lengths: list[int], names_bytes: int, *, aux_layers: list[int], last_layer: int, hidden_size: int, item_bytes: int
+) -> int:
+    """Size of the file that `write_states` makes of samples with these lengths, to the byte.
+
+    `names_bytes` is that of all their sample and conversation ids in UTF-8, `item_bytes` that of one number of a
+    state. Ids with quotation marks or backslashes in them take a little more.
+    """
+    tokens, layers = sum(lengths), len(aux_layers)
+    dtype = {2: "BF16", 4: "F32"}[item_bytes]
+    tensors: list[tuple[str, str, list[int], int]] = [
+        ("input_ids", "I32", [tokens], 4),
+        ("loss_mask", "BOOL", [tokens], 1),
+        ("offsets", "I64", [len(lengths) + 1], 8),
+        ("aux_hidden_states", dtype, [tokens, layers, hidden_size], item_bytes),
+        ("last_hidden_states", dtype, [tokens, hidden_size], item_bytes),
+    ]
+    about = asdict(ShardHeader(FORMAT, "0" * RUN_KEY_DIGITS, aux_layers, last_layer, [], []))
+    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(about)}}
+    end = 0
+    for name, code, shape, item in sorted(tensors, key=lambda t: (-t[3], t[0])):  # safetensors' own order
+        begin, end = end, end + math.prod(shape) * item
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    separators = 2 * max(0, len(lengths) - 1) * len(", ")
+    quotes = 4 * len(lengths) * len('\\"')
+    size = len(json.dumps(header, separators=(",", ":"))) + names_bytes + separators + quotes
+    return 8 + -(-size // 8) * 8 + end  # the header's length, the header padded to a multiple of 8, the tensors
 
 
 @dataclass(frozen=True)

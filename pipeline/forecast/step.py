@@ -1,0 +1,280 @@
+"""The step `forecast`: collects the facts and prints them, a fact a line."""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from pipeline.config import Run
+from pipeline.errors import InputError
+from pipeline.forecast import disk
+from pipeline.forecast.data import Data, data_of
+from pipeline.forecast.engine_memory import GIB, EngineMemory, engine_memory
+from pipeline.forecast.shapes import Shapes, target_shapes
+from pipeline.forecast.training import TrainingMemory, training_memory
+from pipeline.forecast.weights import TargetWeights, target_weights
+from pipeline.preflight.inputs import STATES_PER_TOKEN
+from pipeline.prepare.regenerate import BATCHED_TOKENS
+from pipeline.progress import clock
+from pipeline.target import Target
+
+Rows = list[tuple[str, str]]
+EXTRACT_SHARE = 0.15
+"""Of the prefill rate that engine `speculators` reached: 6,500 of 43,200 tok/s, a Llama of 8 B parameters on one H200,
+vLLM 0.16.0, 2026-11-30. Not measured with other models: a larger one should come closer to its prefill rate."""
+
+
+@dataclass
+class Forecast:
+    """The facts of one run. `unfit` collects what does not fit, in a word each."""
+
+    config: Run
+    shapes: Shapes
+    data: Data
+    weights: TargetWeights
+    unfit: list[str] = field(default_factory=list)
+
+    @property
+    def target(self) -> Target:
+        """The target, of which the configuration can be read and perhaps nothing else."""
+        return self.shapes.target
+
+    @cached_property
+    def processes(self) -> int:
+        """Training processes, as pipeline.train.launch chooses them on the machine that is described."""
+        section = self.config.train
+        return section.processes or min(self.config.forecast.gpu_count, section.rows_per_step)
+
+    @cached_property
+    def training(self) -> TrainingMemory:
+        """Memory of a GPU in training."""
+        return training_memory(self.config, self.target, self.processes)
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of one epoch."""
+        return round(self.data.tokens * (1 - self.config.train.validation_share))
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of all epochs, rows taken as full."""
+        section = self.config.train
+        return section.epochs * math.ceil(self.train_tokens / section.tokens_per_row / section.rows_per_step)
+
+    def done(self, folder: str) -> bool:
+        """Whether a step has finished its folder."""
+        return (self.config.folder(folder) / "manifest.json").is_file()
+
+    def verdict(self, name: str, need: float, have: float) -> str:
+        """`fits` or `does not fit`, which is remembered."""
+        if need <= have:
+            return "fits"
+        self.unfit.append(name)
+        return "DOES NOT FIT"
+
+
+def run(config: Run) -> None:
+    """Print the forecast. Raises InputError, naming it, when something does not fit."""
+    shapes = target_shapes(config.target)
+    facts = Forecast(config, shapes, data_of(config), target_weights(shapes))
+    print(_title(facts))
+    for heading, rows in (
+        ("", _input_rows(facts)),
+        ("disk", _disk_rows(facts)),
+        ("hours", _hour_rows(facts)),
+        (_memory_heading(facts), _memory_rows(facts)),
+    ):
+        print("\n".join([heading] * bool(heading) + [f"  {name:<18} {value}" for name, value in rows]))
+    if facts.unfit:
+        raise InputError(f"forecast: does not fit: {', '.join(facts.unfit)}")
+
+
+def _title(facts: Forecast) -> str:
+    config = facts.config
+    layers = f"{config.train.num_layers} layer{'s' if config.train.num_layers > 1 else ''}"
+    words = min(config.vocab.draft_vocab_size, facts.target.vocab_size)
+    return f"{Path(config.target.path).name}, draft of {layers}, {words:,} words: forecast of run {config.name}"
+
+
+def _input_rows(facts: Forecast) -> Rows:
+    target, data = facts.target, facts.data
+    mean = data.tokens / max(1, data.samples)
+    source = f"counted in {data.counted}" if data.counted else "assumed: forecast.samples, forecast.tokens_per_sample"
+    return [
+        (
+            "target",
+            f"{target.num_layers} layers, hidden size {target.hidden_size:,}, {facts.weights.total / 1e9:,.1f} GB",
+        ),
+        ("", f"shapes: {facts.shapes.source}; size: {facts.weights.source}"),
+        ("samples", f"{data.samples:,} of {mean:,.0f} tokens, {data.tokens / 1e6:,.1f} M tokens ({source})"),
+    ]
+
+
+def _disk_rows(facts: Forecast) -> Rows:
+    config, data, target = facts.config, facts.data, facts.target
+    sizes = {name: disk.hidden_bytes(data, target, config, item) for name, item in (("bfloat16", 2), ("float32", 4))}
+    hidden = sizes["bfloat16" if target.dtype.itemsize == 2 else "float32"]
+    one, held = disk.checkpoint_bytes(config, target, facts.training), disk.checkpoints_held(config, facts.steps)
+    steps = {  # folder: bytes in all
+        "prepared": disk.prepared_bytes(data, config),
+        "hidden": hidden,
+        "vocab": disk.vocab_bytes(config, target),
+        "checkpoints": one * held,
+    }
+    left = sum(
+        max(0, size - disk.written_bytes(config.folder(name))) for name, size in steps.items() if not facts.done(name)
+    )
+    place, fetched = disk.target_place(config, facts.weights)
+    shown = ", ".join(f"{_gb(size)} in {name}" for name, size in sizes.items())
+    rows = [
+        ("target", f"{_gb(facts.weights.total)}, {_gb(fetched)} of it to be fetched   {place}"),
+        ("prepared", f"{_gb(steps['prepared'])} at most"),
+        ("hidden states", f"{shown}; this run: {config.target.dtype}"),
+        ("checkpoints", f"{_gb(one * held)}: {held} of {_gb(one)}"),
+    ]
+    for found in disk.places([(config.runs_dir / config.name, left), (place, fetched)]):
+        verdict = facts.verdict("disk", found.left, found.free)
+        rows.append(("to be written", f"{_gb(found.left)}, {_gb(found.free)} free in {found.folder}: {verdict}"))
+    return rows
+
+
+def _hour_rows(facts: Forecast) -> Rows:
+    return [("prepare", _prepare_hours(facts)), *_extract_hours(facts), ("train", _train_hours(facts))]
+
+
+def _extract_hours(facts: Forecast) -> Rows:
+    section, tokens = facts.config.forecast, facts.data.tokens
+    if facts.done("hidden"):
+        return [("extract", "done")]
+    tuned, untuned = section.prefill_tokens_per_s, section.prefill_untuned_tokens_per_s
+    rows = [
+        ("extract", f"{_hours(tokens, tuned)} at {tuned:,.0f} tok/s, NCCL tuned; writes {_rate(facts, tuned)}"),
+        ("", f"{_hours(tokens, untuned)} at {untuned:,.0f} tok/s, NCCL untuned"),
+    ]
+    if not {"prefill_tokens_per_s", "prefill_untuned_tokens_per_s"} & section.model_fields_set:
+        rows.append(
+            ("", "published rates of Kimi-K2.5 on eight RTX PRO 6000; forecast.prefill_tokens_per_s sets yours")
+        )
+    if facts.config.extract.engine == "speculators":
+        share = f"{EXTRACT_SHARE:.0%}".replace("%", " %")
+        rows.append(("", f"prefill alone; engine speculators reached {share} of it on one H200 (a Llama of 8 B)"))
+    return rows
+
+
+def _rate(facts: Forecast, tokens_per_s: float) -> str:
+    """Bytes of states a second, which the disk must keep up with."""
+    bytes_per_token = STATES_PER_TOKEN * facts.target.hidden_size * facts.target.dtype.itemsize
+    return f"{bytes_per_token * tokens_per_s / 1e6:,.0f} MB/s"
+
+
+def _prepare_hours(facts: Forecast) -> str:
+    section, data = facts.config.forecast, facts.data
+    if facts.done("prepared"):
+        return "done"
+    if not facts.config.prepare.regenerate:
+        return "minutes: nothing is regenerated"
+    text = f"{data.answer_tokens / 1e6:,.1f} M tokens to generate"
+    rate = section.generation_tokens_per_s
+    if rate is None:
+        return f"unknown: {text}; set forecast.generation_tokens_per_s"
+    return f"{_hours(data.answer_tokens, rate)}: {text} at {rate:,.0f} tok/s"
+
+
+def _train_hours(facts: Forecast) -> str:
+    """Without the all-reduce between GPUs, which on PCIe is to be added here once it is known."""
+    if facts.done("checkpoints"):
+        return "done"
+    tokens, rate = facts.train_tokens * facts.config.train.epochs, facts.config.forecast.train_tokens_per_s
+    text = f"{tokens / 1e6:,.1f} M tokens in {facts.steps:,} steps"
+    if rate is None:
+        return f"unknown: {text}; set forecast.train_tokens_per_s"
+    return f"{_hours(tokens, rate)}: {text} at {rate:,.0f} tok/s"
+
+
+def _memory_heading(facts: Forecast) -> str:
+    section = facts.config.forecast
+    return f"memory of a GPU in GiB ({section.gpu_count} x {section.gpu_memory_gib:g})"
+
+
+def _memory_rows(facts: Forecast) -> Rows:
+    config, section = facts.config, facts.config.forecast
+    gpus = config.target.tensor_parallel_size
+    rows: Rows = []
+    if gpus > section.gpu_count:
+        verdict = facts.verdict("target.tensor_parallel_size", gpus, section.gpu_count)
+        rows.append(
+            ("target", f"target.tensor_parallel_size {gpus}, forecast.gpu_count {section.gpu_count}: {verdict}")
+        )
+    if config.prepare.regenerate:
+        wanted = config.prepare.max_num_seqs
+        memory = engine_memory(
+            config, facts.target, facts.weights, batched_tokens=BATCHED_TOKENS, sequences=1, captures=False
+        )
+        at_once = max(0, memory.room_tokens // config.target.max_length)
+        rows += _engine_rows(facts, "prepare", memory)
+        rows.append(("", f"room for the keys and values of {at_once:,} full samples (prepare.max_num_seqs {wanted})"))
+    memory = engine_memory(
+        config,
+        facts.target,
+        facts.weights,
+        batched_tokens=config.extract.max_batched_tokens,
+        sequences=config.extract.max_num_seqs,
+        captures=True,
+    )
+    return [*rows, *_engine_rows(facts, "extract", memory), *_training_rows(facts)]
+
+
+def _engine_rows(facts: Forecast, step: str, memory: EngineMemory) -> Rows:
+    verdict = facts.verdict(f"memory of {step}", memory.total, memory.limit)
+    parts = {
+        "weights": memory.weights,
+        "keys and values": memory.cache,
+        "activations": memory.activations,
+        "captured states": memory.captured,
+        "overhead": memory.overhead,
+    }
+    limit = f"gpu_memory_utilization {facts.config.target.gpu_memory_utilization:g}"
+    return [
+        (step, f"{_gib(memory.total)} of {_gib(memory.limit)} ({limit}): {verdict}"),
+        ("", _parts(parts)),
+    ]
+
+
+def _training_rows(facts: Forecast) -> Rows:
+    memory, section, train = facts.training, facts.config.forecast, facts.config.train
+    overhead = section.gpu_overhead_gib * GIB
+    have = section.gpu_memory_gib * GIB
+    verdict = facts.verdict("memory of train", memory.total + overhead, have)
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "their buckets": memory.buckets,
+        "optimiser": memory.optimizer,
+        "target's words": memory.target,
+        "activations": memory.activations,
+        "overhead": overhead,
+    }
+    rows = -(-train.rows_per_step // facts.processes)
+    text = f"{memory.parameters / 1e6:,.0f} M weights; processes: {facts.processes}, rows in each: {rows}, full, of "
+    return [
+        ("train", f"{_gib(memory.total + overhead)} of {_gib(have)}: {verdict}"),
+        ("", _parts(parts)),
+        ("", f"{text}{train.tokens_per_row:,} tokens"),
+    ]
+
+
+def _parts(parts: dict[str, float]) -> str:
+    return " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+
+
+def _hours(tokens: int, rate: float) -> str:
+    seconds = tokens / rate
+    return clock(seconds) if seconds >= 3600 else f"{seconds / 60:,.0f} min"
+
+
+def _gb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:,.1f} GB"
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:,.1f}"

@@ -1,0 +1,130 @@
+"""Memory of one GPU in training: the trainer itself, run for two steps and a validation on tensors without data.
+
+What it counts is the largest that the configuration allows: rows that are full, of the longest samples, every token
+supervised. It follows pipeline.train: nothing of the draft's or the loss's structure is repeated here.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.config import Run
+from pipeline.forecast.ledger import Ledger
+from pipeline.target import Head, Target
+from pipeline.train.checkpoint import Progress
+from pipeline.train.data import Row
+from pipeline.train.draft import Draft, draft_config
+from pipeline.train.loop import Place, Trainer
+from pipeline.train.loss import TargetHead
+
+CUBLAS_WORKSPACE_BYTES = 32 << 20
+"""What PyTorch gives cuBLAS on Hopper and later (aten/cuda/CUDABlas, CUBLAS_WORKSPACE_CONFIG's default)."""
+STEPS = 2
+"""The second one holds the optimiser's state from its start."""
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of one GPU when most is held. `trainable` and `parameters` count the draft's weights, not bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    target: int
+    """The frozen embedding, the target's norm and output rows."""
+    activations: int
+    """The batch, what the backward pass needs, its own intermediate tensors and cuBLAS's workspace."""
+    buckets: int
+    """Of DistributedDataParallel: a second copy of the gradients, where there are several processes."""
+    parameters: int
+    trainable: int
+
+    @property
+    def total(self) -> int:
+        """What `torch.cuda.max_memory_allocated` will say."""
+        return self.weights + self.gradients + self.optimizer + self.target + self.activations + self.buckets
+
+
+class FullRows:
+    """Stands in for pipeline.train.data.Rows: every row is full, of the longest samples that fit."""
+
+    def __init__(self, rows: int, row_tokens: int, sample_tokens: int, hidden_size: int, dtype: torch.dtype):
+        self.rows, self.row_tokens, self.hidden_size, self.dtype = rows, row_tokens, hidden_size, dtype
+        starts = range(0, row_tokens, sample_tokens)
+        self.documents = [(start, min(start + sample_tokens, row_tokens)) for start in starts]
+        self.reader: Any = self  # the trainer asks it for lengths and names
+        self.lengths_N, self.sample_ids = np.array([row_tokens] * rows), [f"row {n}" for n in range(rows)]
+
+    def steps_in(self, epoch: int) -> int:
+        """Optimiser steps of an epoch."""
+        return STEPS
+
+    def of_step(self, epoch: int, step: int, rank: int, world: int) -> list[list[int]]:
+        """This process's rows of a step."""
+        return [[n] for n in range(self.rows)]
+
+    def load(self, row: list[int]) -> Row:
+        """One row."""
+        tokens, hidden = self.row_tokens, self.hidden_size
+        position_R, document_R = torch.zeros(2, tokens, dtype=torch.long).unbind()
+        for number, (start, end) in enumerate(self.documents):
+            position_R[start:end] = torch.arange(end - start)
+            document_R[start:end] = number
+        return Row(
+            torch.zeros(tokens, dtype=torch.long),
+            position_R.clone(),
+            document_R.clone(),
+            torch.ones(tokens, dtype=torch.bool),
+            torch.zeros(tokens, 3, hidden, dtype=self.dtype),
+            torch.zeros(tokens, hidden, dtype=self.dtype),
+            self.documents,
+        )
+
+
+def training_memory(config: Run, target: Target, processes: int) -> TrainingMemory:
+    """Memory of one of `processes` GPUs. Takes seconds and no memory; needs the target's config.json, no weights."""
+    section = config.train.model_copy(update={"epochs": 1, "checkpoint_steps": STEPS})
+    words = min(config.vocab.draft_vocab_size, target.vocab_size)
+    aux_layers = target.aux_layers(config.extract.aux_layers)
+    with warnings.catch_warnings(), Ledger() as ledger:
+        warnings.simplefilter("ignore")  # PyTorch's, about what has no meaning without data
+        head = _head(target)
+        draft = Draft(draft_config(target, section, aux_layers, words), head.embedding_VH)
+        teacher = TargetHead(head, torch.zeros(words, dtype=torch.long), torch.device("cpu"))
+        rows: Any = FullRows(
+            -(-section.rows_per_step // processes),
+            section.tokens_per_row,
+            config.target.max_length,
+            target.hidden_size,
+            target.dtype,
+        )
+        trainer = Trainer(draft, teacher, rows, rows, section, Place(0, 1, torch.device("cpu")), 0)
+        ledger.mark("weights", draft.parameters())
+        ledger.mark("target", [draft.embedding_VH, *(v for v in vars(teacher).values() if isinstance(v, torch.Tensor))])
+        trainer.optimizer.register_step_post_hook(lambda *_: _mark_trained(ledger, trainer))
+        trainer.run(Progress(), lambda _: None, lambda *_: None)
+    held, sizes = ledger.at_peak(), [p.numel() for p in draft.parameters() if p.requires_grad]
+    return TrainingMemory(
+        *(held.get(kind, 0) for kind in ("weights", "gradients", "optimizer", "target")),
+        activations=held.get("activations", 0) + CUBLAS_WORKSPACE_BYTES,
+        buckets=4 * sum(sizes) if processes > 1 else 0,
+        parameters=sum(p.numel() for p in draft.parameters()),
+        trainable=sum(sizes),
+    )
+
+
+def _head(target: Target) -> Head:
+    """As Target.head, without data. On a GPU tied embedding and output rows are two copies, so here."""
+    shape = (target.vocab_size, target.hidden_size)
+    eps = float(target.config["rms_norm_eps"])
+    return Head(torch.zeros(shape), torch.zeros(target.hidden_size), torch.zeros(shape), eps)
+
+
+def _mark_trained(ledger: Ledger, trainer: Trainer) -> None:
+    """After a step: the gradients that it used and the moments that it keeps."""
+    trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    ledger.mark("gradients", [p.grad for p in trained if p.grad is not None])
+    ledger.mark("optimizer", [v for p in trained for v in trainer.optimizer.state[p].values()])

@@ -1,0 +1,152 @@
+"""What `python -m pipeline forecast` prints, and how it ends."""
+
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.config import Run
+from pipeline.forecast.shapes import Shapes, target_shapes
+from pipeline.forecast.weights import target_weights
+from pipeline.target import Target
+from tests.models import save_tiny_deepseek
+from tests.runs import make_samples, write_prepared
+
+KIMI = """
+name = "kimi"
+runs_dir = "{folder}"
+[target]
+path = "moonshotai/Kimi-K2.5"
+tensor_parallel_size = 8
+[prepare]
+sources = ["none"]
+[train]
+intermediate_size = 18432
+[forecast]
+samples = 100000
+"""
+KIMI_TABLE = """\
+Kimi-K2.5, draft of 1 layer, 32,000 words: forecast of run kimi
+  target             61 layers, hidden size 7,168, 594.2 GB
+                     shapes: forecast/recorded, as the hub did not give them; size: computed from config.json
+  samples            100,000 of 2,048 tokens, 204.8 M tokens (assumed: forecast.samples, forecast.tokens_per_sample)
+disk
+  target             594.2 GB, 594.2 GB of it to be fetched   {cache}
+  prepared           1.3 GB at most
+  hidden states      11,745.1 GB in bfloat16, 23,489.1 GB in float32; this run: bfloat16
+  checkpoints        66.7 GB: 4 of 16.7 GB
+  to be written      12,407.3 GB, 13,000.0 GB free in {here}: fits
+hours
+  prepare            unknown: 102.4 M tokens to generate; set forecast.generation_tokens_per_s
+  extract            7 h 44 at 7,350 tok/s, NCCL tuned; writes 421 MB/s
+                     64 h 56 at 876 tok/s, NCCL untuned
+                     published rates of Kimi-K2.5 on eight RTX PRO 6000; forecast.prefill_tokens_per_s sets yours
+                     prefill alone; engine speculators reached 15 % of it on one H200 (a Llama of 8 B)
+  train              unknown: 778.2 M tokens in 380,000 steps; set forecast.train_tokens_per_s
+"""
+PUBLISHED_KIMI_BYTES = 554 * 2**30
+"""Of all files, the image encoder's 0.9 GB included."""
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def kimi(tmp_path, monkeypatch):
+    """A run of Kimi-K2.5 on a machine that cannot reach the hub. Gives the arguments of the command line."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("pipeline.forecast.shapes.local_folder", lambda section: None)
+    monkeypatch.setattr("pipeline.forecast.disk.local_folder", lambda section: None)
+    monkeypatch.setattr("pipeline.forecast.disk.shutil.disk_usage", lambda path: Usage(0, 0, 13_000 * 10**9))
+    path = tmp_path / "run.toml"
+    path.write_text(KIMI.format(folder=tmp_path / "runs"))
+    return ["forecast", "--config", str(path)]
+
+
+def test_kimi_is_forecast_without_a_gpu_the_hub_or_a_weight(kimi, tmp_path, capsys):
+    assert main(kimi) == 0
+    out = capsys.readouterr().out
+    expected = KIMI_TABLE.format(cache=tmp_path / "cache", here=tmp_path)
+    assert out[: len(expected)] == expected
+    memory = out[len(expected) :]
+    assert memory.startswith("memory of a GPU in GiB (8 x 95.5)\n")
+    assert memory.count(": fits") == 3
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.toml"], "nothing was written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--forecast.samples", "200000"], "disk"),
+        (["--forecast.gpu_memory_gib", "80"], "memory of prepare, memory of extract"),
+        (["--train.tokens_per_row", "65536"], "memory of train"),
+        (["--forecast.gpu_count", "4"], "target.tensor_parallel_size"),
+    ],
+)
+def test_what_does_not_fit_is_named(kimi, capsys, arguments, what):
+    assert main([*kimi, *arguments]) == 4
+    said = capsys.readouterr()
+    assert said.err == f"forecast: does not fit: {what}\n"
+    assert said.out.count("DOES NOT FIT") == len(what.split(", "))
+
+
+def test_rates_and_lengths_give_hours(kimi, capsys):
+    more = {"generation_tokens_per_s": 1000, "train_tokens_per_s": 20000, "answer_tokens_per_sample": 500}
+    assert main([*kimi, *(str(part) for key, value in more.items() for part in (f"--forecast.{key}", value))]) == 0
+    out = capsys.readouterr().out
+    assert "prepare            13 h 53: 50.0 M tokens to generate at 1,000 tok/s" in out
+    assert "train              10 h 48: 778.2 M tokens in 380,000 steps at 20,000 tok/s" in out
+
+
+def test_finished_steps_are_counted_and_not_forecast(kimi, tmp_path, capsys):
+    write_prepared(tmp_path / "runs/kimi/prepared", make_samples([10, 20, 30]))
+    assert main(kimi) == 0
+    out = capsys.readouterr().out
+    assert f"samples            3 of 20 tokens, 0.0 M tokens (counted in {tmp_path}/runs/kimi/prepared)" in out
+    assert "prepare            done" in out
+
+
+def test_a_target_that_is_nowhere_is_an_error(kimi, capsys):
+    assert main([*kimi, "--target.path", "nobody/unknown"]) == 4
+    assert "nobody/unknown is no folder here, and the hub did not give its config.json" in capsys.readouterr().err
+
+
+def shapes_of(folder: Path, **target) -> Shapes:
+    config = Run.model_validate({"name": "x", "target": {"path": str(folder), **target}, "prepare": {"sources": ["x"]}})
+    return target_shapes(config.target)
+
+
+def test_weights_of_kimi_are_computed_from_its_shapes():
+    folder = Path("pipeline/forecast/recorded/moonshotai--Kimi-K2.5")
+    weights = target_weights(shapes_of(folder))
+    assert weights.total + 0.9e9 == pytest.approx(PUBLISHED_KIMI_BYTES, rel=0.001)
+    assert 2e9 < weights.whole < 3e9, "router and the way down into latent attention"
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek"])
+def test_computed_weights_are_those_of_the_files(kind, llama_folder, tmp_path):
+    folder = llama_folder if kind == "llama" else save_tiny_deepseek(tmp_path / "deepseek")
+    stated = target_weights(shapes_of(folder))
+    assert stated.source == "its files' sizes"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_text((folder / "config.json").read_text())
+    computed = target_weights(shapes_of(alone))
+    assert computed.source == "computed from config.json"
+    assert computed.total == pytest.approx(stated.total, rel=0.02)  # small: norms and headers are 1 %
+
+
+def test_index_without_its_files_gives_the_size(tmp_path, llama_folder):
+    (tmp_path / "config.json").write_text((llama_folder / "config.json").read_text())
+    index = {"metadata": {"total_size": 12_345_678}, "weight_map": {"a": "model-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights = target_weights(shapes_of(tmp_path))
+    assert weights.total == 12_345_678
+    assert weights.per_gpu(1) == 12_345_678
+    assert weights.per_gpu(4) > 12_345_678 / 4, "what is beyond the text model is on every GPU"
+
+
+def test_recorded_shapes_are_a_target_like_any_other():
+    target = Target(shapes_of(Path("pipeline/forecast/recorded/moonshotai--Kimi-K2.5")).target.section)
+    assert (target.num_layers, target.hidden_size, target.num_experts) == (61, 7168, 384)
