@@ -40,10 +40,8 @@ def test_states_of_int4_weights(kimi_folder: Path, tmp_path: Path):
         got_SH = torch.cat([result.states_LSH[slot].float() for result in captured])
         error_S = _errors(got_SH, reference, samples, layer)
         other_S = _errors(got_SH, unquantised, samples, layer)
-        print(
-            f"layer {layer}: median error {error_S.median():.3f}; against the unquantised weights {other_S.median():.3f}"
-        )
-        assert float(error_S.median()) < min(0.05, float(other_S.median()) / 3)
+        print(f"layer {layer}: median error {error_S.median():.3f}, of unquantised weights {other_S.median():.3f}")
+        assert float(error_S.median()) < min(0.1, float(other_S.median()) / 3)
 
 
 def _errors(got_SH: torch.Tensor, reference: Reference, samples: list[Sample], layer: int) -> torch.Tensor:
