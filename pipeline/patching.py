@@ -11,7 +11,9 @@ the hashes in its RECORD:
     otherwise    edited, or patched by another set: refused, with the file's name
 
 The set is chosen by the installed version: of the patches that `series` lists, those whose Applies-To names it.
-`vllm` stands for two distributions, see DISTRIBUTIONS.
+`vllm` stands for two distributions, see DISTRIBUTIONS. Patches apply with no fuzz and no offset. Only where a header says
+that it was made from one version's files (Lines-Of) may a hunk lie on other lines of another version's, and then only
+if what it replaces, context included, is in the file exactly once.
 
 How it is written: installers link files from a cache, so no installed file is ever written to. Patches run on a copy;
 the new files are staged beside RECORD, and moved over the old ones once all of them are on the disk. A killed `apply`
@@ -60,7 +62,7 @@ EXIT_CODES = """exit codes:
 """
 
 REQUIRED_FIELDS = ("Description", "Origin", "Forwarded", "Applies-To", "Last-Update")
-KNOWN_FIELDS = {*REQUIRED_FIELDS, "Bug", "Applied-Upstream", "Author", "Reviewed-By"}
+KNOWN_FIELDS = {*REQUIRED_FIELDS, "Bug", "Applied-Upstream", "Author", "Reviewed-By", "Lines-Of"}
 
 
 class PatchingError(Exception):
@@ -101,6 +103,10 @@ class PatchSet:
         for patch in self.patches:
             digest.update(f"{patch.name}\0{_sha256(patch.path)}\n".encode())
         return digest.hexdigest()
+
+    def may_move(self, patch: Patch) -> bool:
+        """Whether a patch was made from other versions' files than those of the one version that was chosen."""
+        return "Lines-Of" in patch.header and self.versions != (patch.header["Lines-Of"],)
 
     def choose(self, version: str) -> "PatchSet":
         """The patches for one installed version. Raises PatchingError if there are none."""
@@ -158,7 +164,11 @@ def load_patch(folder: Path, name: str) -> Patch:
             raise PatchingError(SERIES_ERROR, f"{path}:{number}: {line!r} is no DEP-3 field, or is given twice: fix it")
         header[field] = value.strip()
     _check_header(path, header)
-    return Patch(name, path, header, _versions(folder.name, header["Applies-To"], path), _changed_files(path, body))
+    versions = _versions(folder.name, header["Applies-To"], path)
+    if header.get("Lines-Of", versions[0]) not in versions:
+        text = f"Lines-Of {header['Lines-Of']!r} is not in Applies-To: name the version that the patch was made from"
+        raise PatchingError(SERIES_ERROR, f"{path}: {text}")
+    return Patch(name, path, header, versions, _changed_files(path, body))
 
 
 def _check_header(path: Path, header: dict[str, str]) -> None:
@@ -339,11 +349,33 @@ def patched_files(installed: Installed, patch_set: PatchSet) -> dict[str, bytes]
                 raise PatchingError(PATCH_ERROR, f"{installed.root / path} does not exist, but a patch changes it")
             shutil.copyfile(installed.root / path, copy / path)
         for patch in patch_set.patches:
-            run_patch(copy, patch.path)
+            may_move = patch_set.may_move(patch)
+            if may_move:
+                _check_places(copy, patch)
+            run_patch(copy, patch.path, may_move=may_move)
         return {path: (copy / path).read_bytes() for path in patch_set.targets}
 
 
-def run_patch(folder: Path, patch: Path, *options: str) -> None:
+def _check_places(folder: Path, patch: Patch) -> None:
+    """Each hunk of a patch whose line numbers do not count must have one place where it can go."""
+    for path, number, old in _hunks(patch.path):
+        places = (folder / path).read_text().count(old)
+        if places != 1:
+            text = f"hunk {number} of {path} fits in {places} places, and its lines are those of another version"
+            raise PatchingError(PATCH_ERROR, f"{patch.path}: {text}: make it anew for this version")
+
+
+def _hunks(patch: Path) -> Iterator[tuple[str, int, str]]:
+    """Of each hunk: the file, its number there, and what it replaces, context included."""
+    body = patch.read_text().partition("\n---\n")[2]
+    for part in re.split(r"^--- a/\S+.*\n", body, flags=re.MULTILINE)[1:]:
+        name, *hunks = re.split(r"^@@ .*\n", part, flags=re.MULTILINE)
+        for number, hunk in enumerate(hunks, 1):
+            old = "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in " -")
+            yield name.split()[1].removeprefix("b/"), number, old
+
+
+def run_patch(folder: Path, patch: Path, *options: str, may_move: bool = False) -> None:
     """Apply one patch to a folder, exactly: GNU patch accepts offsets even without fuzz, and then says so."""
     program = shutil.which("patch")
     if program is None:
@@ -353,7 +385,8 @@ def run_patch(folder: Path, patch: Path, *options: str) -> None:
     environment = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     said = " ".join((done.stdout + done.stderr).split())
-    if done.returncode or re.search(r"\b(offset|fuzz)\b", re.sub(r"patching file \S+", "", said)):
+    refused = r"\bfuzz\b" if may_move else r"\b(offset|fuzz)\b"
+    if done.returncode or re.search(refused, re.sub(r"patching file \S+", "", said)):
         text = f"{patch}: does not apply exactly ({said[-300:]}): make it anew for this version"
         raise PatchingError(PATCH_ERROR, text)
 
