@@ -11,9 +11,9 @@ the hashes in its RECORD:
     otherwise    edited, or patched by another set: refused, with the file's name
 
 The set is chosen by the installed version: of the patches that `series` lists, those whose Applies-To names it.
-`vllm` stands for two distributions, see DISTRIBUTIONS. Patches apply with no fuzz and no offset. Only where a header says
-that it was made from one version's files (Lines-Of) may a hunk lie on other lines of another version's, and then only
-if what it replaces, context included, is in the file exactly once.
+`vllm` stands for two distributions, see DISTRIBUTIONS. Patches apply with no fuzz and no offset. Only where a header
+says that it was made from one version's files (Lines-Of) may a hunk lie on other lines of another version's, and then
+only if what it replaces, context included, is in the file exactly once.
 
 How it is written: installers link files from a cache, so no installed file is ever written to. Patches run on a copy;
 the new files are staged beside RECORD, and moved over the old ones once all of them are on the disk. A killed `apply`
