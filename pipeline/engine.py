@@ -111,7 +111,7 @@ def _version_under(python: str) -> str:
         done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
     except OSError as error:
         raise ConfigError(f"evaluate: evaluate.python {python} cannot be run ({error})") from None
-    said = dict(line.rpartition(" ")[::2] for line in done.stdout.splitlines())
+    said = {name: number for name, _, number in (line.rpartition(" ") for line in done.stdout.splitlines())}
     for name in patching.DISTRIBUTIONS["vllm"]:
         if name in said:
             return f"{name} {said[name]}"

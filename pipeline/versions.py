@@ -2,9 +2,10 @@
 
     python -m pipeline versions [--json] [--require NAME=VERSION ...]
 
-Needs no configuration, imports nothing heavy, takes a second or two (all files of the patched packages are hashed). An image has its inventory in INVENTORY, written
-when it was built (`versions --json`); there the command prints that file, and every difference from the environment as
-it is now. Exit codes: 0 as it should be, 1 a difference or a requirement that is not met.
+Needs no configuration, imports nothing heavy, takes a second or two (every file of the patched packages is hashed). An
+image has its inventory in INVENTORY, written when it was built (`versions --json`); there the command prints that file,
+and every difference from the environment as it is now. Exit codes: 0 as it should be, 1 a difference or a requirement
+that is not met.
 """
 
 import argparse

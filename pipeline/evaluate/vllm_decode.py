@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 CANNOT_DRAFT = 20
 """Exit code; Python, vLLM and signals use others."""
 

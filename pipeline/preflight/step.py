@@ -56,7 +56,9 @@ def draft_engine(facts: Facts) -> Finding:
     if target is None:
         return Finding(State.NOT_APPLICABLE, "the target is not here yet")
     if python is None and (facts.engine is None or not engine.speculates()):
-        return Finding(State.NOT_APPLICABLE, f"{facts.engine or 'no vLLM'} does not decode with a draft on this machine")
+        return Finding(
+            State.NOT_APPLICABLE, f"{facts.engine or 'no vLLM'} does not decode with a draft on this machine"
+        )
     if gap := engine.eagle3_gap(target, python):
         return Finding(State.FAIL, gap)
     return Finding(State.OK, f"{python or facts.engine} can serve an EAGLE-3 draft for {target.model_type}")
