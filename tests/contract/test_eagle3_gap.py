@@ -17,7 +17,7 @@ from pipeline.preflight import step
 from pipeline.preflight.finding import Facts, State
 from pipeline.target import FAMILIES, Target
 from tests.contract import released
-from tests.contract.test_vllm_patches import as_version
+from tests.contract.released import as_version
 from tests.training import write_config
 
 NEEDS_PATCHES = sorted(name for name, family in FAMILIES.items() if family.eagle3_since > (0, 16))

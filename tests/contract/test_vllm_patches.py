@@ -8,19 +8,11 @@ import pytest
 
 from pipeline import patching
 from tests.contract import released
-from tests.contract.released import RELEASED_VLLM, ROOT, contents, run
+from tests.contract.released import RELEASED_VLLM, ROOT, as_version, contents, run
 
 NIGHTLY = "0.16.0rc2.dev344+gea5f903f8"
 SERIES = patching.load_patch_set("vllm").choose("0.16.0")
 SPECULATIVE = "vllm/config/speculative.py"
-
-
-def as_version(site: Path, version: str, distribution: str = "vllm") -> Path:
-    """Say that a folder is another distribution or version of vLLM, with the files it has now."""
-    for info in site.glob("*.dist-info"):
-        shutil.rmtree(info)
-    released.write_info(site, distribution, version)
-    return site
 
 
 def test_pristine_applied_and_applied_again(vllm_site: Path, released_vllm: Path) -> None:
