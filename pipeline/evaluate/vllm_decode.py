@@ -4,7 +4,8 @@
 
 Runs in a process of its own, so that GPU memory is free again afterwards, and under any Python whose vLLM
 can decode speculatively: it imports vLLM and the standard library only. See pipeline.evaluate.vllm_engine
-for what JOB.json holds.
+for what JOB.json holds. Ends with CANNOT_DRAFT, and RESULT.json says what is lacking, where this vLLM would find out
+after loading the target that it cannot hand its states to a draft.
 """
 
 import json
@@ -13,6 +14,28 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+CANNOT_DRAFT = 20
+"""Exit code; Python, vLLM and signals use others."""
+
+
+def lacks(job: dict[str, Any]) -> str | None:
+    """What vLLM's class for the target lacks to work with the job's draft; None if nothing, or if vLLM must decide.
+
+    vLLM asks its model once the weights are loaded; the class knows before. A class that is not in vLLM's own list is
+    left to vLLM.
+    """
+    if "speculative_config" not in job["engine"]:
+        return None
+    import vllm
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    architectures = json.loads(Path(job["engine"]["model"], "config.json").read_text()).get("architectures", [])
+    known = [name for name in architectures if name in ModelRegistry.models]
+    if not known or supports_eagle3(ModelRegistry.models[known[0]].load_model_cls()):
+        return None
+    return f"vLLM {vllm.__version__} cannot serve an EAGLE-3 draft for {known[0]}: that class hands out no states"
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +87,9 @@ def main() -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if reason := lacks(job):
+        Path(sys.argv[2]).write_text(json.dumps({"lacks": reason}))
+        sys.exit(CANNOT_DRAFT)
     Path(sys.argv[2]).write_text(json.dumps(decode(job)))
 
 

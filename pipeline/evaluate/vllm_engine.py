@@ -11,6 +11,7 @@ from pipeline import engine
 from pipeline.config import Run
 from pipeline.errors import ConfigError, InputError
 from pipeline.evaluate.counts import Counts, Outcome, Question
+from pipeline.evaluate.vllm_decode import CANNOT_DRAFT
 from pipeline.target import Target
 
 ROOM_TOKENS = 16
@@ -33,6 +34,7 @@ class VllmEngine:
                 "evaluate: the installed vLLM cannot decode speculatively without a GPU. Set evaluate.engine to "
                 "reference, or evaluate.python to the Python of an environment whose vLLM can"
             )
+        engine.require_eagle3(target, "evaluate", config.evaluate.python)
 
     def answer(self, question: Question) -> Outcome:
         """Decode with and without the draft; `more` holds both speeds in tokens/s and whether the answers agree."""
@@ -88,6 +90,11 @@ class VllmEngine:
                 done = subprocess.run([self.python, script, job_file, result_file], env=environment, check=False)
             except OSError as error:
                 raise ConfigError(f"evaluate: evaluate.python {self.python} cannot be run ({error})") from None
+            if done.returncode == CANNOT_DRAFT:
+                raise InputError(
+                    f"evaluate: {json.loads(result_file.read_text())['lacks']}. Run {self.python} pipeline/patching.py "
+                    "apply vllm, or set evaluate.python to an environment with vLLM 0.18 or later"
+                )
             if done.returncode != 0:
                 raise InputError(
                     f"evaluate: vLLM stopped with exit code {done.returncode}; its own message is above. "

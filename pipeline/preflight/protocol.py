@@ -100,9 +100,10 @@ def embeddings_have_their_new_name(tree: ast.Module) -> Breaches:
 
 
 def eagle3_support_is_not_asked_for(tree: ast.Module) -> Breaches:
-    """supports_eagle3 is False for Kimi-K2.5 and DeepSeek in vLLM 0.16, although their states can be captured."""
+    """supports_eagle3 is False for Kimi-K2.5 and DeepSeek in vLLM 0.16, although a worker can capture their states.
+    Whoever serves a draft needs what it promises, and may ask."""
     for call in _calls(tree):
-        if _name(call) == "supports_eagle3":
+        if _name(call) == "supports_eagle3" and _touches_a_model_runner(tree):
             yield _breach(call, "False for Kimi-K2.5 and DeepSeek: do not demand it")
 
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from pipeline import versions
+from pipeline import engine, versions
 from pipeline.config import Run
 from pipeline.errors import InputError, UserError
 from pipeline.preflight import contract, inputs, machine
@@ -50,10 +50,25 @@ def patches(facts: Facts) -> Finding:
     return Finding(State.OK, "; ".join(shown))
 
 
+def draft_engine(facts: Facts) -> Finding:
+    """The vLLM that is to decode with the draft can hand it this target's states."""
+    target, python = inputs.readable_target(facts.config), facts.config.evaluate.python
+    if target is None:
+        return Finding(State.NOT_APPLICABLE, "the target is not here yet")
+    if python is None and (facts.engine is None or not engine.speculates()):
+        return Finding(
+            State.NOT_APPLICABLE, f"{facts.engine or 'no vLLM'} does not decode with a draft on this machine"
+        )
+    if gap := engine.eagle3_gap(target, python):
+        return Finding(State.FAIL, gap)
+    return Finding(State.OK, f"{python or facts.engine} can serve an EAGLE-3 draft for {target.model_type}")
+
+
 CHECKS: dict[str, Callable[[Facts], Finding]] = {
     "engine": engine_installed,
     "API contract": api_contract,
     "patches": patches,
+    "draft engine": draft_engine,
     "GPUs": machine.gpu_count,
     "GPU memory": machine.gpu_memory,
     "GPU driver": machine.gpu_driver,

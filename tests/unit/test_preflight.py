@@ -123,7 +123,8 @@ def test_on_this_machine_it_passes_without_torch_and_vllm(facts):
     assert len({len(line) - len(line[15:].lstrip()) for line in lines if line[15:17] == "ok"}) == 1
     assert last.startswith(f"preflight  {len(step.CHECKS)} checks: ")
     assert "calls bound against installed vllm" in done.stdout
-    assert "18 applied" in done.stdout
+    assert "speculators: 18 applied" in done.stdout
+    assert "vllm: 6 applied" in done.stdout
 
 
 def test_a_failure_is_named_once_more_and_ends_with_4(facts, model, capsys):

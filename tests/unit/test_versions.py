@@ -41,10 +41,11 @@ def test_it_names_what_is_installed(capsys):
     assert value["engine"] == engine.version()
     for name in ("torch", "speculators", "nvidia-ml-py", "pydantic-settings"):
         assert value["packages"][name] == metadata.version(name)
-    state = value["patch_sets"]["speculators"]
-    series = (patching.PATCHES / "speculators" / "series").read_text().split("\n")
-    assert state["patches"] == [line for line in series if line.endswith(".patch")]
-    assert (state["state"], state["digest"]) == ("applied", patching.patch_set_digest("speculators"))
+    for package, version in (("speculators", None), ("vllm", "0.16.0")):
+        state = value["patch_sets"][package]
+        series = (patching.PATCHES / package / "series").read_text().split("\n")
+        assert state["patches"] == [line for line in series if line.endswith(".patch")]
+        assert (state["state"], state["digest"]) == ("applied", patching.patch_set_digest(package, version))
     assert value["revision"] is None
 
 
@@ -56,6 +57,8 @@ def test_a_person_finds_engine_and_patches_in_the_first_lines(capsys, monkeypatc
     assert "abc1234" in lines[0]
     assert engine.version().split()[1] in head
     assert f"patches applied, 18 patches, set {patching.patch_set_digest('speculators')[:12]}" in head
+    vllm = next(line.split() for line in lines[:5] if line.split()[0] == engine.version().split()[0])
+    assert vllm[2:6] == ["patches", "applied,", "6", "patches,"]
     assert any(line.split() == ["torch", metadata.version("torch")] for line in lines[20:])
 
 
