@@ -67,7 +67,10 @@ class Trainer:
         draft.lm_head.weight.requires_grad_(section.train_lm_head)
         self.optimizer = _optimizer(draft, section)
         self.module = Unrolled(draft, target, section, place)
-        self.parallel = DistributedDataParallel(self.module) if place.world > 1 else self.module
+        # buffers (the target's embedding: 4.7 GB for Kimi) do not change: they are not sent round at every step
+        self.parallel = (
+            DistributedDataParallel(self.module, broadcast_buffers=False) if place.world > 1 else self.module
+        )
         self.total_steps = sum(train_rows.steps_in(epoch) for epoch in range(section.epochs))
         self.weights_K = section.ttt_decay ** torch.arange(section.ttt_steps, device=place.device)
 

@@ -16,30 +16,31 @@ from pipeline import engine
 from pipeline.config import PrepareSection, Run, TargetSection
 from pipeline.extract import speculators_engine
 from pipeline.target import Target
+from tests.kimi.model import pinned
 
 pytest.importorskip("vllm")
 
-TARGETS: dict[str, dict[str, Any]] = {"deepseek": {}}
-"""By the name of the fixture that makes the model: what vLLM is told beside the usual."""
 PROMPTS = [np.random.default_rng(n).integers(0, 250, length).tolist() for n, length in enumerate((70, 1, 33, 128))]
 TOKENS_A_PASS = 96
 """Fewer than the prompts have: what is run in chunks must be handed out in chunks."""
 
 
-@pytest.fixture(scope="module", params=list(TARGETS))
+@pytest.fixture(scope="module", params=["deepseek", "kimi"])
 def bench(request: pytest.FixtureRequest) -> SimpleNamespace:
     """An engine that has answered all prompts once without a draft's layers, and once with them."""
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
     config = Run(
         name="test",
-        target=TargetSection(path=str(folder), dtype="float32", max_length=256),
+        target=TargetSection(
+            **(pinned(folder) if request.param == "kimi" else {"path": str(folder)}), dtype="float32", max_length=256
+        ),
         prepare=PrepareSection(sources=["unused"]),
     )
     with speculators_engine._quiet():
         from tests.aux_states import AuxStatesExtension
     name = f"{AuxStatesExtension.__module__}.{AuxStatesExtension.__name__}"
     limits = {"max_num_batched_tokens": TOKENS_A_PASS, "max_num_seqs": 8}
-    llm = engine.start(config, "test", worker_extension_cls=name, **limits, **TARGETS[request.param])
+    llm = engine.start(config, "test", worker_extension_cls=name, **limits)
     layer_ids = list(range(1, Target(config.target).num_layers))  # all that can be served, see Target.aux_layers
     plain = _answers(llm)
     llm.collective_rpc("hand_out", args=(layer_ids,))
