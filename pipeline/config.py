@@ -73,6 +73,8 @@ class PrepareSection(Section):
     """Nucleus of regenerated answers, a probability."""
     max_num_seqs: Count = 128
     """Conversations that the engine answers at once."""
+    enforce_eager: bool = False
+    """Start vLLM without compiling and capturing graphs: starts minutes sooner, answers slower. On a CPU always so."""
     limit: Count | None = None
     """Use only the first so many conversations."""
 

@@ -148,7 +148,7 @@ def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:
         "max_model_len": section.max_length,
         "enable_prefix_caching": False,
         "generation_config": "vllm",
-        "enforce_eager": True,
+        "enforce_eager": on_cpu() or config.prepare.enforce_eager,
         "disable_log_stats": True,
         "use_tqdm_on_load": not on_cpu(),
         "seed": config.seed,

@@ -142,32 +142,34 @@ class Target:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise InputError(f"target: {self.section.path} is no folder and cannot be fetched: {reason}") from error
 
-    @cached_property
-    def trust_remote_code(self) -> bool:
-        """Whether code that comes with the model may run: where the configuration says so, and for the code it names.
-
-        Raises ConfigError for code that is not pinned or is another than the one pinned, InputError for a model whose
-        configuration points to code of another repository, which no pin of this one holds.
-        """
+    def require_pin(self) -> None:
+        """Raise ConfigError where code that comes with the model is allowed to run and is not pinned, or is another
+        than the one pinned. Fetches nothing."""
         if not self.section.trust_remote_code:
-            return False
+            return
         if Path(self.section.path).is_dir():
-            found = _hash_code(self.folder)
-            if self.section.code_sha256 != found:
-                pinned = (
-                    f"is not the one pinned ({self.section.code_sha256})"
-                    if self.section.code_sha256
-                    else "is not pinned"
-                )
+            found, pin = _hash_code(self.folder), self.section.code_sha256
+            if pin != found:
                 raise ConfigError(
-                    f"target: the code in {self.folder} {pinned}, so it does not run. Read it, then set "
-                    f'target.code_sha256 = "{found}"'
+                    f"target: the code in {self.folder} is not {f'the one pinned ({pin})' if pin else 'pinned'}, so it "
+                    f'does not run. Read it, then set target.code_sha256 = "{found}"'
                 )
         elif not re.fullmatch("[0-9a-f]{40}", self.section.revision or ""):
             raise ConfigError(
                 f"target: target.trust_remote_code runs code of {self.section.path}, and target.revision is "
                 f"{self.section.revision!r}: pin it with the 40 digits of a commit"
             )
+
+    @cached_property
+    def trust_remote_code(self) -> bool:
+        """Whether code that comes with the model may run: where the configuration says so, and for the code it names.
+
+        Raises what `require_pin` raises, and InputError for a model whose configuration points to code of another
+        repository, which no pin of this one holds.
+        """
+        self.require_pin()
+        if not self.section.trust_remote_code:
+            return False
         for name in ("config.json", "tokenizer_config.json"):
             value = _read_json(self.folder / name).get("auto_map", {}) if (self.folder / name).is_file() else {}
             if "--" in json.dumps(value):

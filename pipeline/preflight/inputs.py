@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from pipeline.config import Run, TargetSection
-from pipeline.errors import InputError
+from pipeline.errors import ConfigError, InputError
 from pipeline.preflight.finding import Facts, Finding, State
 from pipeline.store import read_manifest
 from pipeline.target import Target
@@ -27,6 +27,10 @@ KIMI_HIDDEN_SIZE = 7168
 def target_model(facts: Facts) -> Finding:
     """The target's folder has its configuration and every file of weights, whole; or says that prepare fetches it."""
     section = facts.config.target
+    try:
+        Target(section).require_pin()
+    except ConfigError as error:
+        return Finding(State.FAIL, str(error).removeprefix("target: "))
     path, folder = section.path, local_folder(section)
     if folder is None:
         if section.gguf and not Path(path).exists():

@@ -53,9 +53,10 @@ def run(config: Run) -> None:
     Raises InputError for a source that is missing, unreadable or empty, and when every row is rejected.
     """
     start = time.monotonic()
+    target = Target(config.target)
+    target.require_pin()  # before anything is fetched
     sources = open_sources(config.prepare.sources)
     unpack(config.target, STEP)
-    target = Target(config.target)
     folder = config.folder("prepared")
     inputs = _inputs(config, target, sources)
     with exclusive(folder, STEP):
