@@ -200,10 +200,13 @@ class Target:
             )
         return self._whole_config[key] if key else self._whole_config
 
-    def _number(self, key: str) -> Any:
-        if key not in self.config:
-            raise InputError(f"target: {self.folder / 'config.json'} has no {key}")
-        return self.config[key]
+    def number(self, key: str) -> float:
+        """A number that the language model's configuration must have. Raises InputError where it has not."""
+        value = self.config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            said = f"{key} {value!r}, not a number" if key in self.config else f"no {key}"
+            raise InputError(f"target: {self.folder / 'config.json'} has {said}")
+        return value
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -214,7 +217,7 @@ class Target:
 
     @property
     def num_layers(self) -> int:
-        return int(self._number("num_hidden_layers"))
+        return int(self.number("num_hidden_layers"))
 
     @property
     def num_experts(self) -> int:
@@ -223,12 +226,12 @@ class Target:
 
     @property
     def hidden_size(self) -> int:
-        return int(self._number("hidden_size"))
+        return int(self.number("hidden_size"))
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output matrix, which may exceed the tokenizer's words."""
-        return int(self._number("vocab_size"))
+        return int(self.number("vocab_size"))
 
     @property
     def text_only(self) -> dict[str, int] | None:
@@ -274,7 +277,7 @@ class Target:
 
     def _check_special_ids(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         for token, distance in self.family.special_ids.items():
-            wanted = int(self._number("bos_token_id")) + distance
+            wanted = int(self.number("bos_token_id")) + distance
             ids = tokenizer.encode(token, add_special_tokens=False)
             if ids != [wanted]:
                 said = ids[0] if len(ids) == 1 else f"no token of its own ({len(ids)} ids)"
@@ -352,7 +355,7 @@ class Target:
                 raise InputError(
                     f"target: {name} in {self.folder} is {tuple(tensor.shape)}, config.json says {expected}"
                 )
-        return Head(embedding, norm, lm_head, float(self._number("rms_norm_eps")))
+        return Head(embedding, norm, lm_head, float(self.number("rms_norm_eps")))
 
     def tensors(self, names: list[str]) -> "dict[str, torch.Tensor]":
         """Read tensors by their full names from the safetensors shards."""

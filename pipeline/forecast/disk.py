@@ -35,7 +35,7 @@ class Place:
 
 def hidden_bytes(data: Data, target: Target, config: Run, item_bytes: int) -> int:
     """All shards of hidden/, in states of so many bytes a number."""
-    total, lengths, names = 0, [], 0
+    total, lengths, tokens, names = 0, [], 0, 0
 
     def close() -> int:
         if not lengths:
@@ -50,10 +50,11 @@ def hidden_bytes(data: Data, target: Target, config: Run, item_bytes: int) -> in
         )
 
     for length, its_names in zip(data.tokens_N.tolist(), data.names_bytes_N.tolist(), strict=True):
-        if sum(lengths) + length > config.extract.shard_tokens:  # as pipeline.extract.plan does
+        if tokens + length > config.extract.shard_tokens:  # as pipeline.extract.plan does
             total += close()
-            lengths, names = [], 0
+            lengths, tokens, names = [], 0, 0
         lengths.append(length)
+        tokens += length
         names += its_names
     return total + close()
 

@@ -69,9 +69,9 @@ def engine_memory(
 
 def _cache_numbers(target: Target, gpus: int) -> int:
     """Numbers that one GPU keeps of a token. Latent attention keeps its latent vector, whole on every GPU."""
-    own, heads = target.config, int(target.config["num_attention_heads"])
+    own, heads = target.config, int(target.number("num_attention_heads"))
     if own.get("kv_lora_rank") is not None:
-        return target.num_layers * (int(own["kv_lora_rank"]) + int(own["qk_rope_head_dim"]))
+        return target.num_layers * (int(target.number("kv_lora_rank")) + int(target.number("qk_rope_head_dim")))
     kv_heads, width = (
         int(own.get("num_key_value_heads") or heads),
         int(own.get("head_dim") or target.hidden_size // heads),
@@ -81,14 +81,14 @@ def _cache_numbers(target: Target, gpus: int) -> int:
 
 def _activations(target: Target, gpus: int) -> int:
     """Numbers of a token in the widest part of a layer: attention, or the feed-forward part."""
-    own, hidden, heads = target.config, target.hidden_size, int(target.config["num_attention_heads"])
+    own, hidden, heads = target.config, target.hidden_size, int(target.number("num_attention_heads"))
     if own.get("kv_lora_rank") is not None:
-        query = int(own["qk_nope_head_dim"]) + int(own["qk_rope_head_dim"])
-        attention = heads * (2 * query + 2 * int(own["v_head_dim"]))
+        query = int(target.number("qk_nope_head_dim")) + int(target.number("qk_rope_head_dim"))
+        attention = heads * (2 * query + 2 * int(target.number("v_head_dim")))
     else:
         attention = 4 * heads * int(own.get("head_dim") or hidden // heads)
-    feed_forward = 3 * int(own["intermediate_size"]) // gpus
+    feed_forward = 3 * int(target.number("intermediate_size")) // gpus
     if target.num_experts:  # vLLM's fused experts: inner widths, and the output of each chosen expert
-        inner = 2 * int(own["moe_intermediate_size"]) // gpus
-        feed_forward = max(feed_forward, int(own["num_experts_per_tok"]) * (max(inner, hidden) + inner))
+        inner = 2 * int(target.number("moe_intermediate_size")) // gpus
+        feed_forward = max(feed_forward, int(target.number("num_experts_per_tok")) * (max(inner, hidden) + inner))
     return RESIDUALS * hidden + max(attention // gpus, feed_forward)

@@ -86,7 +86,7 @@ def run(config: Run) -> None:
     ):
         print("\n".join([heading] * bool(heading) + [f"  {name:<18} {value}" for name, value in rows]))
     if facts.unfit:
-        raise InputError(f"forecast: does not fit: {', '.join(facts.unfit)}")
+        raise InputError(f"forecast: does not fit: {', '.join(dict.fromkeys(facts.unfit))}")
 
 
 def _title(facts: Forecast) -> str:

@@ -119,7 +119,7 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
 def _head(target: Target) -> Head:
     """As Target.head, without data. On a GPU tied embedding and output rows are two copies, so here."""
     shape = (target.vocab_size, target.hidden_size)
-    eps = float(target.config["rms_norm_eps"])
+    eps = target.number("rms_norm_eps")
     return Head(torch.zeros(shape), torch.zeros(target.hidden_size), torch.zeros(shape), eps)
 
 

@@ -82,9 +82,9 @@ def _matrices(target: Target) -> Iterator[Matrices]:
         yield Matrices("lm_head", (target.vocab_size, hidden), 1)
     yield from _attention(target)
     dense = min(layers, int(own.get("first_k_dense_replace") or 0)) if target.num_experts else layers
-    yield Matrices("model.layers.0.mlp.up_proj", (hidden, int(own["intermediate_size"])), 3 * dense)
+    yield Matrices("model.layers.0.mlp.up_proj", (hidden, int(target.number("intermediate_size"))), 3 * dense)
     if target.num_experts:
-        sparse, width = layers - dense, int(own["moe_intermediate_size"])
+        sparse, width = layers - dense, int(target.number("moe_intermediate_size"))
         name = f"model.layers.{dense}.mlp"
         yield Matrices(f"{name}.experts.0.up_proj", (hidden, width), 3 * sparse * target.num_experts)
         shared = int(own.get("n_shared_experts") or 0)
@@ -94,14 +94,14 @@ def _matrices(target: Target) -> Iterator[Matrices]:
 
 def _attention(target: Target) -> Iterator[Matrices]:
     own, hidden, layers = target.config, target.hidden_size, target.num_layers
-    name, heads = "model.layers.0.self_attn", int(own["num_attention_heads"])
+    name, heads = "model.layers.0.self_attn", int(target.number("num_attention_heads"))
     if own.get("kv_lora_rank") is None:
         width = int(own.get("head_dim") or hidden // heads)
         for heads_of in (heads, heads, *[int(own.get("num_key_value_heads") or heads)] * 2):
             yield Matrices(f"{name}.q_proj", (hidden, heads_of * width), layers)
         return
     latent, nope, rope, value = (
-        int(own[key]) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        int(target.number(key)) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     query_from = int(own.get("q_lora_rank") or hidden)
     if own.get("q_lora_rank"):
@@ -115,12 +115,15 @@ def _attention(target: Target) -> Iterator[Matrices]:
 def _bytes(target: Target, matrices: Matrices) -> int:
     numbers = matrices.count * matrices.shape[0] * matrices.shape[1]
     settings = target.config.get("quantization_config") or {}
-    quantised = (
-        bool(settings) and not matrices.name.startswith(("embed", "lm_head")) and not matrices.name.endswith("gate")
-    )
-    if not quantised or any(_names(pattern, matrices.name) for pattern in _left_out(settings)):
+    if not settings or matrices.name.startswith(("embed", "lm_head")) or matrices.name.endswith("gate"):
         return numbers * stored_bytes(target)
-    bits, group = _bits_and_group(settings)
+    try:
+        if any(_names(pattern, matrices.name) for pattern in _left_out(settings)):
+            return numbers * stored_bytes(target)
+        bits, group = _bits_and_group(settings)
+    except (AttributeError, TypeError, ValueError, re.error) as error:
+        place = target.folder / "config.json"
+        raise InputError(f"forecast: quantization_config in {place} is of an unknown form ({error})") from None
     return numbers * bits // 8 + (numbers // group * SCALE_BYTES if group else 0)
 
 

@@ -34,11 +34,11 @@ YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_sl
 def draft_config(target: Target, section: TrainSection, aux_layers: list[int], draft_vocab_size: int) -> LlamaConfig:
     """The draft's configuration: what the section leaves open comes from the target, rope and eps always do.
 
-    Raises ConfigError for heads that do not divide.
+    Raises ConfigError for heads that do not divide, InputError for a target that does not say its sizes.
     """
     own: dict[str, Any] = target.config
     ends: dict[str, Any] = {name: own.get(name) for name in ("bos_token_id", "eos_token_id")}
-    heads = section.num_attention_heads or int(own["num_attention_heads"])
+    heads = section.num_attention_heads or int(target.number("num_attention_heads"))
     latent = own.get("kv_lora_rank") is not None
     inherited_kv = heads if latent else int(own.get("num_key_value_heads") or heads)
     kv_heads = section.num_key_value_heads or inherited_kv
@@ -48,12 +48,12 @@ def draft_config(target: Target, section: TrainSection, aux_layers: list[int], d
     return LlamaConfig(
         architectures=[ARCHITECTURE],
         hidden_size=target.hidden_size,
-        intermediate_size=section.intermediate_size or int(own["intermediate_size"]),
+        intermediate_size=section.intermediate_size or int(target.number("intermediate_size")),
         num_hidden_layers=section.num_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=section.head_dim or int(inherited_width),
-        rms_norm_eps=float(own["rms_norm_eps"]),
+        rms_norm_eps=float(target.number("rms_norm_eps")),
         rope_theta=float(own.get("rope_theta", 10000.0)),
         rope_scaling=_rope_scaling(own.get("rope_scaling")),
         max_position_embeddings=int(own.get("max_position_embeddings", 2048)),

@@ -11,6 +11,7 @@ from pipeline.config import Run
 from pipeline.forecast.shapes import Shapes, target_shapes
 from pipeline.forecast.weights import target_weights
 from pipeline.target import Target
+from tests.forecasting import LLAMA
 from tests.models import save_tiny_deepseek
 from tests.runs import make_samples, write_prepared
 
@@ -110,6 +111,27 @@ def test_finished_steps_are_counted_and_not_forecast(kimi, tmp_path, capsys):
 def test_a_target_that_is_nowhere_is_an_error(kimi, capsys):
     assert main([*kimi, "--target.path", "nobody/unknown"]) == 4
     assert "nobody/unknown is no folder here, and the hub did not give its config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"intermediate_size": None}, "has intermediate_size None, not a number"),
+        ({"num_attention_heads": "many"}, "has num_attention_heads 'many', not a number"),
+        ({"num_experts": 4}, "has no moe_intermediate_size"),
+        ({"kv_lora_rank": 8}, "has no qk_nope_head_dim"),
+        ({"quantization_config": {"config_groups": [1]}}, "is of an unknown form ('list' object has no attribute"),
+        ({"quantization_config": {"ignore": ["re:*"], "bits": 4}}, "is of an unknown form (nothing to repeat"),
+    ],
+)
+def test_a_configuration_that_says_too_little_is_named(tmp_path, capsys, change, said):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
+    path = tmp_path / "run.toml"
+    path.write_text(f'name = "x"\n[target]\npath = "{tmp_path}"\n[prepare]\nsources = ["none"]\n')
+    assert main(["forecast", "--config", str(path)]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "config.json") in line
+    assert said in line
 
 
 def shapes_of(folder: Path, **target) -> Shapes:
