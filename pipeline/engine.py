@@ -5,6 +5,7 @@ for, and the environment is set before that: vLLM reads it once.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,7 +129,7 @@ def _version_under(python: str) -> str:
 
 def _release(number: str) -> tuple[int, ...]:
     """0.16.0rc2.dev344+gea5f903f8 -> (0, 16)"""
-    return tuple(int(part) for part in number.split(".")[:2])
+    return tuple(int(digits) for digits in re.findall(r"\d+", number)[:2])
 
 
 def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:

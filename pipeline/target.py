@@ -29,6 +29,8 @@ class Family:
 
     text_config: str = ""
     """Key of the language model's part in config.json; empty where the file itself is that part."""
+    text_type: str = ""
+    """transformers' name for the language model inside a wrapper, where config.json may have another one."""
     prefix: str = ""
     """What precedes `model.` and `lm_head.` in the names of the weights."""
     embedding: str = "model.embed_tokens.weight"
@@ -56,6 +58,7 @@ DEEPSEEK = Family(
 )
 KIMI_K25 = Family(
     text_config="text_config",
+    text_type="deepseek_v3",  # the released config.json says kimi_k2, which vLLM knows and transformers does not
     prefix="language_model.",
     modalities=("vision_chunk",),
     eagle3_since=(0, 18),

@@ -108,7 +108,10 @@ class ReferenceEngine:
 
 
 def _load_text_model(target: Target) -> Any:
-    """The target in transformers. Out of a wrapper: its text model, by transformers' own code."""
+    """The target in transformers. Out of a wrapper: its text model, by transformers' own code.
+
+    Raises InputError for a wrapper with quantised weights, which are not read here.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     prefix = target.family.prefix
@@ -116,8 +119,13 @@ def _load_text_model(target: Target) -> Any:
         return AutoModelForCausalLM.from_pretrained(
             target.folder, dtype=target.dtype, trust_remote_code=target.trust_remote_code
         )
-    own = dict(target.config)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(own.pop("model_type"), **own), dtype=target.dtype)
+    own = {key: value for key, value in target.config.items() if key != "model_type"}
+    if own.get("quantization_config"):
+        raise InputError(
+            f"evaluate: the weights of {target.folder} are quantised, engine reference does not read them. "
+            'Set evaluate.engine = "vllm"'
+        )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(target.family.text_type, **own), dtype=target.dtype)
     names = list(model.state_dict())
     tensors = target.tensors([prefix + name for name in names])
     model.load_state_dict({name: tensors[prefix + name] for name in names})

@@ -31,7 +31,7 @@ def lacks(job: dict[str, Any]) -> str | None:
     from vllm.model_executor.models.interfaces import supports_eagle3
     from vllm.model_executor.models.registry import ModelRegistry
 
-    architectures = json.loads(Path(job["engine"]["model"], "config.json").read_text()).get("architectures", [])
+    architectures = json.loads(Path(job["engine"]["model"], "config.json").read_text()).get("architectures") or []
     known = [name for name in architectures if name in ModelRegistry.models]
     if not known or supports_eagle3(ModelRegistry.models[known[0]].load_model_cls()):
         return None

@@ -69,7 +69,7 @@ def test_what_is_missing_is_named(tmp_path: Path, vllm_site: Path, python, model
 
 
 @pytest.mark.parametrize(
-    ("version", "missing"), [("0.17.1", True), ("0.18.0", False), ("0.32.0", False), ("1.0", False)]
+    ("version", "missing"), [("0.17.1", True), ("0.18.0", False), ("0.32.0", False), ("1.0rc1", False)]
 )
 def test_later_releases_know_it_themselves(
     tmp_path: Path, vllm_site: Path, python, version: str, missing: bool

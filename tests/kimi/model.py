@@ -109,7 +109,7 @@ def save_text_model(kimi: Path, folder: Path) -> Path:
     text = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     save_file(text, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((kimi / "config.json").read_text())["text_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
     return folder
 
 
@@ -120,7 +120,7 @@ def pinned(folder: Path) -> dict[str, Any]:
 
 def write_config(folder: Path, dtype: str, **text: Any) -> None:
     """config.json; `text` adds to the text model's part."""
-    inner = TEXT | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": dtype}
+    inner = TEXT | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "torch_dtype": dtype}
     config = {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
