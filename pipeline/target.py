@@ -281,7 +281,7 @@ class Target:
     def _check_special_ids(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         for token, distance in self.family.special_ids.items():
             wanted = int(self.number("bos_token_id")) + distance
-            ids = tokenizer.encode(token, add_special_tokens=False)
+            ids: Any = tokenizer(token, add_special_tokens=False)["input_ids"]  # as prepare asks it
             if ids != [wanted]:
                 said = ids[0] if len(ids) == 1 else f"no token of its own ({len(ids)} ids)"
                 raise InputError(

@@ -65,10 +65,10 @@ class Tokenizer:
     def __init__(self, **wrong: int | None):
         self.ids = {name: BOS + distance for name, distance in KIMI_K25.special_ids.items()} | wrong
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         assert not add_special_tokens
         found = self.ids[text]
-        return list(text.encode()) if found is None else [found]
+        return {"input_ids": list(text.encode()) if found is None else [found]}
 
 
 def test_kimis_own_ids_pass(folder):
