@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SAMPLED_BYTES = 1 << 20
-"""Of each weight file the first and last so many bytes enter the fingerprint: hashing 554 GB would take an hour."""
+"""Of each weight file the first and last so many bytes enter the fingerprint: hashing 594 GB would take an hour."""
 
 
 @dataclass(frozen=True)

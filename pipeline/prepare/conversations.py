@@ -32,8 +32,11 @@ PASSED_ON: dict[str, type | tuple[type, ...]] = {
     "tool_calls": list,
     "tool_call_id": str,
     "reasoning_content": str,
+    "reasoning": str,
 }
 """Further keys of a message that chat templates read, and their types. Other keys mean nothing to them."""
+ALIASES = {"reasoning": "reasoning_content"}
+"""What vLLM's server calls a key in its answers, and what chat templates call it."""
 
 TURN_MARK = "/turn-"
 """Between a conversation's id and a turn's number in the id of a sample that holds one turn."""
@@ -133,18 +136,19 @@ def _parse(value: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | Non
 def _message(value: Any, number: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Rejected("message", f"message {number} is a {type(value).__name__}, not an object")
-    name = value.get("role", value.get("from"))
-    if not isinstance(name, str) or name not in ROLES:
-        raise Rejected("role", f"message {number}: unknown role {name!r}")
-    message: dict[str, Any] = {"role": ROLES[name]}
+    role = value.get("role", value.get("from"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise Rejected("role", f"message {number}: unknown role {role!r}")
+    message: dict[str, Any] = {"role": ROLES[role]}
     for key, kind in PASSED_ON.items():
         if (extra := value.get(key)) is not None:
             if not isinstance(extra, kind):
                 raise Rejected("tools", f"message {number}: {key} is a {type(extra).__name__}")
-            message[key] = extra
+            name = ALIASES.get(key, key)
+            message[name] = message.get(name) or extra
     content = value.get("content", value.get("value"))
-    if message.get("tool_calls") and (content is None or content == ""):
-        return message | {"content": ""}  # a call needs no words
+    if (message.get("tool_calls") or message["role"] == "tool") and (content is None or content == ""):
+        return message | {"content": ""}  # a call needs no words, a tool may return none
     return message | {"content": _text(content, number)}
 
 

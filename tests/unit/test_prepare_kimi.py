@@ -104,12 +104,13 @@ def check(target: Target, found: Rendered | Rejection, *parts: Pieces) -> None:
 
 SAY = {"role": "user", "content": "Hello there.\n\n"}
 WHY = {"role": "assistant", "content": "\n\nHi! The sailors.\n", "reasoning_content": " A greeting.\n\n"}
+WHY_BY_VLLM = {"role": "assistant", "content": WHY["content"], "reasoning": " A greeting.\n\n", "reasoning_content": ""}
 WHY_INLINE = {"role": "assistant", "content": "<think> A greeting.\n\n</think>\n\nHi! The sailors.\n"}
 USER_TURN = turn("user", "Hello there.\n\n")
 OPEN, SHUT = [ASSISTANT, "assistant", MIDDLE, THINK], [ASSISTANT, "assistant", MIDDLE, THINK, THINK_END]
 
 
-@pytest.mark.parametrize("answer", [WHY, WHY_INLINE], ids=["field", "inline"])
+@pytest.mark.parametrize("answer", [WHY, WHY_BY_VLLM, WHY_INLINE], ids=["field", "vllm's field", "inline"])
 @pytest.mark.parametrize("thinking", [None, True])
 def test_reasoning_and_answer_are_what_the_target_says(targets, thinking, answer):
     """Neither its spaces nor its line ends are lost; the finished conversation has lost all of it."""
@@ -220,6 +221,15 @@ def test_calls_of_an_answered_question_are_history(targets):
     history = [*ASKED, *turn("assistant", *done[0]), *RESULTS, *turn("assistant", *done[1]), *turn("user", "And now?")]
     check(targets[None], second, [*history, *OPEN], own[0], [*RESULTS, *OPEN], own[1])
     assert [found.sample.sample_id for found in (first, second)] == ["c/turn-1", "c/turn-3"]
+
+
+def test_a_tool_that_returned_nothing(targets):
+    (found,) = rendered(targets[None], *QUESTION[:2], *({**m, "content": ""} for m in QUESTION[2:4]), QUESTION[4])
+    assert isinstance(found, Rendered)
+    (full,) = rendered(targets[None], *QUESTION)
+    assert isinstance(full, Rendered)
+    assert found.sample.loss_mask_S.sum() == full.sample.loss_mask_S.sum()
+    assert len(found.sample.input_ids_S) < len(full.sample.input_ids_S)
 
 
 @pytest.mark.parametrize("content", ["<think>Look.</think>", None])
