@@ -40,6 +40,7 @@ def quiet_environment() -> None:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TIKTOKEN_CACHE_DIR": "",  # see Target.tokenizer: vLLM loads Kimi's itself
     }
     if on_cpu():
         settings |= {

@@ -6,6 +6,7 @@ Where a family keeps its text configuration, embedding, final norm and output ro
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -264,6 +265,9 @@ class Target:
         if not (self.folder / "tokenizer_config.json").is_file():
             raise InputError(f"target: {self.folder} has no tokenizer (tokenizer_config.json)")
         trusted = self.trust_remote_code
+        # tiktoken keeps a copy of every file, local ones too, in the temporary folder under the file's *path*: Kimi's
+        # ranks of another checkout, or of before a change, would be taken for these. Empty: it keeps none
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", "")
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=trusted, local_files_only=True)
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:

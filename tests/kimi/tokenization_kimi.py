@@ -5,10 +5,10 @@ arguments knows special tokens and with them goes another way, `apply_chat_templ
 added tokens only those that are named as special reach transformers: `<think>` and the tool markers do not.
 """
 
-import base64
 from pathlib import Path
 
 import tiktoken
+from tiktoken.load import load_tiktoken_bpe
 from transformers import PreTrainedTokenizer
 
 SPECIAL_TOKENS = 256
@@ -26,8 +26,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
 
     def __init__(self, vocab_file: str, added_tokens_decoder: dict | None = None, **kwargs):
         # added_tokens_decoder is not passed on, as in Kimi's: transformers does not learn of <think>
-        lines = Path(vocab_file).read_bytes().splitlines()
-        ranks = {base64.b64decode(token): int(rank) for token, _, rank in (line.partition(b" ") for line in lines)}
+        ranks = load_tiktoken_bpe(vocab_file)
         named = {int(i): str(token) for i, token in (added_tokens_decoder or {}).items()}
         ids = range(len(ranks), len(ranks) + SPECIAL_TOKENS)
         special = {named.get(i, f"<|reserved_token_{i}|>"): i for i in ids}

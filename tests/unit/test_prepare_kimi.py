@@ -17,7 +17,7 @@ from pipeline.prepare.conversations import Conversation, conversations
 from pipeline.prepare.rejects import Rejection
 from pipeline.prepare.render import Rendered, Renderer
 from pipeline.store.samples import read_samples
-from pipeline.target import Target
+from pipeline.target import Target, _hash_code
 from tests.kimi.tokenizer import BOS, NOT_SPECIAL, SPECIAL, VOCAB_SIZE, save_kimi_tokenizer
 
 END, USER, ASSISTANT, SYSTEM, MIDDLE = (BOS + i for i in (2, 3, 4, 10, 17))
@@ -32,10 +32,15 @@ Pieces = list[int | str]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("models") / "small-kimi"
+    write_target(path)
+    return path
+
+
+def write_target(path: Path) -> None:
+    """A Kimi without weights."""
     save_kimi_tokenizer(path)
     text = {"vocab_size": VOCAB_SIZE, "bos_token_id": BOS, "eos_token_id": BOS + 1}
     (path / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -355,6 +360,21 @@ def test_the_target_tells_all_its_control_tokens(targets):
     assert THINK_END not in targets[None].tokenizer.added_tokens_decoder
     assert targets[None].control_ids == sorted((SPECIAL | NOT_SPECIAL).values())
     assert targets[None].end_of_turn_ids == [END, BOS + 1]
+
+
+def test_ranks_that_changed_are_read_anew(tmp_path, monkeypatch):
+    """tiktoken would take its copy of a file that had the same path before."""
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / "kimi"
+    write_target(folder)
+    section = TargetSection(path=str(folder), trust_remote_code=True, code_sha256=_hash_code(folder))
+    assert Target(section).tokenizer.encode("ab") == [97, 98]
+    ranks = folder / "tiktoken.model"
+    lines = ranks.read_text().splitlines()
+    lines[97], lines[98] = lines[98].replace("98", "97"), lines[97].replace("97", "98")
+    ranks.write_text("\n".join(lines) + "\n")
+    assert Target(section).tokenizer.encode("ab") == [98, 97]
 
 
 def test_thinking_is_told_by_the_name_that_the_template_has_for_it(targets, folder, pin, tmp_path):
