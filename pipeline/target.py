@@ -270,7 +270,7 @@ class Target:
         os.environ.setdefault("TIKTOKEN_CACHE_DIR", "")
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=trusted, local_files_only=True)
-        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        except Exception as error:  # it may be the model's own code that fails, in whatever way
             if "trust_remote_code" in str(error):
                 raise InputError(
                     f"target: the tokenizer of {self.folder} is code that comes with the model. "

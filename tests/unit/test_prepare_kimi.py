@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.config import Run, TargetSection
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, InputError
 from pipeline.evaluate import step
 from pipeline.prepare.conversations import Conversation, conversations
 from pipeline.prepare.rejects import Rejection
@@ -375,6 +375,15 @@ def test_ranks_that_changed_are_read_anew(tmp_path, monkeypatch):
     lines[97], lines[98] = lines[98].replace("98", "97"), lines[97].replace("97", "98")
     ranks.write_text("\n".join(lines) + "\n")
     assert Target(section).tokenizer.encode("ab") == [98, 97]
+
+
+@pytest.mark.parametrize(("code", "said"), [("def x(:", "invalid syntax"), ("raise AssertionError('no')", "no")])
+def test_code_of_the_model_that_fails_is_one_line(tmp_path, code, said):
+    write_target(tmp_path)
+    (tmp_path / "tokenization_kimi.py").write_text(code)
+    section = TargetSection(path=str(tmp_path), trust_remote_code=True, code_sha256=_hash_code(tmp_path))
+    with pytest.raises(InputError, match=f"does not load: {said}"):
+        _ = Target(section).tokenizer
 
 
 def test_thinking_is_told_by_the_name_that_the_template_has_for_it(targets, folder, pin, tmp_path):
