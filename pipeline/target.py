@@ -343,6 +343,15 @@ class Target:
         return tokens
 
     @cached_property
+    def control_texts(self) -> set[str]:
+        """All texts that are encoded as one control token: those of `control_tokens`, and what has an id beyond BOS.
+
+        Kimi's tokenizer knows 256 of these, most of them named in no file (`<|reserved_token_163592|>`).
+        """
+        first = int(self.number("bos_token_id"))
+        return {*self.control_tokens, *(text for text, i in self.tokenizer.get_vocab().items() if i >= first)}
+
+    @cached_property
     def control_ids(self) -> list[int]:
         """Ids that a draft must always be able to say: end of turn, thinking and tool markers."""
         return sorted({*self.end_of_turn_ids, *self.control_tokens.values()})

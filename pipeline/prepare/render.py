@@ -94,7 +94,7 @@ class Renderer:
     @classmethod
     def of(cls, target: Target) -> "Renderer":
         """As the target's family wants it. Raises what its tokenizer and target.thinking raise."""
-        control_tokens = target.control_tokens if target.family.reasoning_apart else ()
+        control_tokens = target.control_texts if target.family.reasoning_apart else ()
         return cls(target.tokenizer, target.end_of_turn_ids, target.template_arguments, control_tokens)
 
     def samples(self, items: Iterable[Conversation | Rejection]) -> Iterator[Rendered | Rejection]:

@@ -285,6 +285,11 @@ IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image
         ([SAY | {"content": "<|media_pad|>"}, WHY], "control_in_text", "message 1 contains <|media_pad|> as text"),
         ([SAY | {"name": "<|im_middle|>"}, WHY], "control_in_text", "message 1 contains <|im_middle|>"),
         ([SAY, WHY | {"content": "[PAD]"}], "control_in_text", "message 2 contains [PAD]"),
+        (
+            [SAY, WHY | {"content": "<|reserved_token_520|>"}],
+            "control_in_text",
+            "message 2 contains <|reserved_token_5",
+        ),
         ([SAY, WHY | {"content": "a<|im_end|>b"}], "control_in_text", "message 2 contains <|im_end|>"),
         ([SAY, WHY | {"reasoning_content": "a</think>b"}], "control_in_text", "message 2 contains </think>"),
         ([SAY, WHY | {"content": "<think>b</think>c"}], "control_in_text", "message 2 contains </think>, <think>"),
