@@ -77,9 +77,11 @@ def test_the_test_stage_passes_its_tests(changed, engine):
     """In the image, as its user, on the packages that it has."""
     built = re.search(r"built (\S+)", changed.run("make", "build", *build_options(), "STAGE=test").stdout)
     assert built
-    told = engine.containers.run(
-        built[1], ["-q", "tests/contract", "tests/unit/test_versions.py"], remove=True
-    ).decode()
+    tests = ["-q", "tests/contract", "tests/unit/test_versions.py"]
+    container = engine.containers.run(built[1], tests, detach=True)
+    status, told = container.wait()["StatusCode"], container.logs().decode()
+    container.remove()
+    assert status == 0, told[-3000:]
     assert " passed" in told
 
 

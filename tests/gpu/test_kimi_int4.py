@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def test_states_of_int4_weights(kimi_folder: Path, tmp_path: Path):
-    """Most rows within bfloat16's rounding; where two experts score alike, a row may go to the other one."""
+    """At the first layer within bfloat16's rounding. Later ones have more rows that went to other experts, which score
+    alike: there the states are at least nearer by half than to what the weights were before they were quantised."""
     int4, meant = tmp_path / "int4", tmp_path / "meant"
     save_int4_kimi(kimi_folder, int4, meant)
     target = TargetSection(**pinned(int4), dtype="bfloat16", gpu_memory_utilization=0.3)
@@ -41,7 +42,8 @@ def test_states_of_int4_weights(kimi_folder: Path, tmp_path: Path):
         error_S = _errors(got_SH, reference, samples, layer)
         other_S = _errors(got_SH, unquantised, samples, layer)
         print(f"layer {layer}: median error {error_S.median():.3f}, of unquantised weights {other_S.median():.3f}")
-        assert float(error_S.median()) < min(0.1, float(other_S.median()) / 3)
+        assert float(error_S.median()) < float(other_S.median()) / 2
+        assert layer > AUX_LAYERS[0] or float(error_S.median()) < 0.05
 
 
 def _errors(got_SH: torch.Tensor, reference: Reference, samples: list[Sample], layer: int) -> torch.Tensor:

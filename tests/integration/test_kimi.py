@@ -20,7 +20,7 @@ from pipeline.store.states import StatesReader
 from pipeline.target import Target
 from pipeline.train.draft import Draft, draft_config
 from tests.kimi.model import AUX_LAYERS, HIDDEN, NUM_LAYERS, pinned, save_text_model
-from tests.kimi.tokenizer import BOS, END_OF_TURN
+from tests.kimi.tokenizer import BOS
 from tests.models import Reference, max_relative_error
 from tests.training import write_config
 
@@ -51,7 +51,8 @@ def write_run(folder: Path, kimi_folder: Path) -> Run:
     questions.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in QUESTIONS))
     sections = {
         "target": pinned(kimi_folder) | {"dtype": DTYPE, "gpu_memory_utilization": 0.3},
-        "prepare": {"sources": [str(questions)], "max_new_tokens": 48},
+        # random weights say other things for the least difference: answers are made as they are evaluated, eagerly
+        "prepare": {"sources": [str(questions)], "max_new_tokens": 48, "enforce_eager": True},
         "extract": {"aux_layers": AUX_LAYERS},
         "vocab": {"draft_vocab_size": 640},
         "train": {"epochs": 60, "learning_rate": 2e-3, "validation_share": 0.0, "head_dim": 64},
@@ -79,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, kimi_folder: Path) -> Run:
 
 def test_the_target_answers_and_its_own_ids_are_kept(run: Run):
     """What is supervised is what the target sampled after `<think>`, to `<|im_end|>`; nothing was tokenised again."""
-    samples = list(read_samples(run.folder("prepared")))
+    samples, ends = list(read_samples(run.folder("prepared"))), Target(run.target).end_of_turn_ids
     assert len(samples) == len(QUESTIONS)
     for sample in samples:
         ids, mask = sample.input_ids_S.tolist(), sample.loss_mask_S.tolist()
@@ -89,35 +90,35 @@ def test_the_target_answers_and_its_own_ids_are_kept(run: Run):
         assert ids[start - 1] == THINK
         assert MIDDLE in ids[start - 8 : start]
         answer = ids[start:]
-        assert END_OF_TURN not in answer[:-1]
-        assert len(answer) == run.prepare.max_new_tokens or answer[-1] == END_OF_TURN
+        assert not set(ends) & set(answer[:-1])
+        assert len(answer) == run.prepare.max_new_tokens or answer[-1] in ends
 
 
 def test_states_are_those_of_the_text_model(run: Run, kimi_folder: Path, tmp_path: Path):
-    """Out of the wrapper, at vLLM's layer ids: aux 2, the middle, the last but two, and the last state un-normed."""
+    """Out of the wrapper, at vLLM's layer ids: aux 2, the middle, the last but two, and the last state un-normed.
+
+    In bfloat16 some tokens go to other experts: there half of the rows are near, and nearer than to any other layer's.
+    """
     reader = StatesReader(run.folder("hidden"))
     assert reader.manifest.totals["aux_layers"] == AUX_LAYERS
     reference = Reference(save_text_model(kimi_folder, tmp_path))
     for number in range(len(QUESTIONS)):
         sample = reader.read(number)
         states = reference.states(sample.input_ids_S.tolist())
-        for slot, layer in enumerate(AUX_LAYERS):
-            assert_close(sample.aux_states_SLH[:, slot], states[layer])
-        assert_close(sample.last_states_SH, states[NUM_LAYERS])
+        captured = [*sample.aux_states_SLH.unbind(1), sample.last_states_SH]
+        for layer, got_SH in zip([*AUX_LAYERS, NUM_LAYERS], captured, strict=True):
+            assert got_SH.shape == states[layer].shape
+            if ON_GPU:
+                errors = {other: median_error(got_SH, state_SH) for other, state_SH in states.items()}
+                assert min(errors, key=errors.__getitem__) == layer
+                assert errors[layer] < 0.4, f"layer {layer}"
+            else:
+                assert max_relative_error(got_SH, states[layer]) < 1e-4
 
 
-def assert_close(got_SH: torch.Tensor, want_SH: torch.Tensor, on_gpu: float = 0.1) -> None:
-    """To rounding on a CPU. On a GPU products are coarser and some tokens go to other experts: half the rows are near.
-
-    The states of another layer would be off by half of their size.
-    """
-    assert got_SH.shape == want_SH.shape
-    if not ON_GPU:
-        assert max_relative_error(got_SH, want_SH) < 1e-4
-        return
-    error_S = (got_SH.float() - want_SH.float()).abs().amax(-1) / want_SH.float().abs().amax(-1)
-    print(f"median error {error_S.median():.4f}")
-    assert float(error_S.median()) < on_gpu
+def median_error(got_SH: torch.Tensor, want_SH: torch.Tensor) -> float:
+    """Of the rows, each by its largest difference as a share of its largest value."""
+    return float(((got_SH.float() - want_SH).abs().amax(-1) / want_SH.abs().amax(-1)).median())
 
 
 def test_the_drafts_configuration_is_that_of_public_kimi_drafts(run: Run):
@@ -205,5 +206,8 @@ def test_two_gpus_that_share_the_target_give_the_same_states(
     reference = Reference(save_text_model(kimi_folder, tmp_path))
     states = [reference.states(sample.input_ids_S.tolist()) for sample in samples]
     for slot, layer in enumerate([*AUX_LAYERS, NUM_LAYERS]):
-        got_SH = torch.cat([result.states_LSH[slot] for result in captured])
-        assert_close(got_SH, torch.cat([of_sample[layer] for of_sample in states]), on_gpu=0.02)
+        for result, wanted in zip(captured, states, strict=True):
+            if ON_GPU:  # whose products are coarser in float32
+                assert median_error(result.states_LSH[slot], wanted[layer]) < 0.02
+            else:
+                assert max_relative_error(result.states_LSH[slot], wanted[layer]) < 1e-4
