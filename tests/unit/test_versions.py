@@ -127,7 +127,8 @@ def test_an_image_prints_what_was_recorded_and_names_every_difference(image, cap
         "package gone 1.0 was removed",
         f"package speculators {metadata.version('speculators')} was added",
         f"package torch was 2.9.0, is {metadata.version('torch')}",
-        f"patch set of speculators was applied, {COUNT} patches, set 000000000000, is applied, {COUNT} patches, set {digest}",
+        f"patch set of speculators was applied, {COUNT} patches, set 000000000000, "
+        f"is applied, {COUNT} patches, set {digest}",
         f"python was 3.11.0, is {sys.version.split()[0]}",
     ]
 
