@@ -4,6 +4,7 @@ Only what all steps share is here; a step adds its own arguments. Nothing of vLL
 for, and the environment is set before that: vLLM reads it once.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -112,6 +113,17 @@ def version() -> str:
         except metadata.PackageNotFoundError:
             continue
     raise InputError("engine: vLLM is not installed in this environment. Run `make setup`, or use the image")
+
+
+def identity(python: str | None = None) -> str:
+    """What goes into a run key for the vLLM of an environment (`python`; None: this one): version, and of this one
+    the digest of patches/vllm that it holds. Raises as `eagle3_gap` does."""
+    if python is not None:
+        return _version_under(python)
+    installed = version()
+    state = patching.Installed("vllm").info / patching.STATE_NAME
+    patches = json.loads(state.read_bytes())["digest"] if state.is_file() else "none"
+    return f"{installed}, patches {patches}"
 
 
 def _version_under(python: str) -> str:

@@ -333,8 +333,7 @@ class Target:
     def control_tokens(self) -> dict[str, int]:
         """All added tokens with their ids, special or not (`</think>` and tool markers are often not).
 
-        A slow tokenizer may keep some to itself: Kimi's tells transformers of those alone that are special in its
-        tokenizer_config.json, so that file is asked as well.
+        A slow tokenizer may keep some to itself, so its tokenizer_config.json is asked as well.
         """
         tokens = {str(token): int(i) for i, token in self.tokenizer.added_tokens_decoder.items()}
         if not self.tokenizer.is_fast:

@@ -126,6 +126,9 @@ def _load_text_model(target: Target) -> Any:
             'Set evaluate.engine = "vllm"'
         )
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(target.family.text_type, **own), dtype=target.dtype)
+    for name, module in model.named_modules():
+        if name.endswith("_a_layernorm"):  # transformers leaves the norms of latent vectors at 1e-6; vLLM obeys
+            module.variance_epsilon = model.config.rms_norm_eps
     names = list(model.state_dict())
     tensors = target.tensors([prefix + name for name in names])
     model.load_state_dict({name: tensors[prefix + name] for name in names})

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeline import engine
 from pipeline.config import Run
 from pipeline.errors import ConfigError, InputError
 from pipeline.evaluate.counts import Engine, Outcome, Question, interval
@@ -52,16 +53,19 @@ def run(config: Run) -> None:
         print(f"evaluate  {folder / 'summary.json'}")
 
 
-def _inputs(config: Run, target: Target, train_key: str, engine: str) -> dict[str, Any]:
+def _inputs(config: Run, target: Target, train_key: str, engine_name: str) -> dict[str, Any]:
     """Everything that changes what is measured."""
     inputs = {
         "train": train_key,
         "target": target.fingerprint,
-        "engine": engine,
+        "tokenizer": target.tokenizer_fingerprint,
+        "engine": engine_name,
         "prompts": [file_sha256(_existing(path)) for path in config.evaluate.prompts],
         "seed": config.seed,
         **config.evaluate.model_dump(mode="json", exclude={"prompts", "engine"}),
     }
+    if engine_name == "vllm":
+        inputs["vllm"] = engine.identity(config.evaluate.python)
     if config.target.thinking is not None:  # keys of runs from before there was such a key stay as they were
         inputs["thinking"] = config.target.thinking
     return inputs

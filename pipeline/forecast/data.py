@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config import Run
+from pipeline.errors import ConfigError
 from pipeline.store import read_manifest
 from pipeline.store.samples import sample_sizes
 
@@ -41,6 +42,11 @@ def data_of(config: Run) -> Data:
         supervised = read_manifest(folder, "prepare").totals.get("supervised_tokens", 0)
         return Data(tokens_N, names_bytes_N, int(supervised), folder)
     count = section.samples or config.prepare.limit or ASSUMED_SAMPLES
-    length = min(section.tokens_per_sample or config.target.max_length, config.target.max_length)
+    length = section.tokens_per_sample or config.target.max_length
     answer = section.answer_tokens_per_sample or min(config.prepare.max_new_tokens, length // 2)
+    if not answer <= length <= config.target.max_length:
+        raise ConfigError(
+            f"forecast: answer_tokens_per_sample {answer:,}, tokens_per_sample {length:,} and target.max_length "
+            f"{config.target.max_length:,} do not fit into each other"
+        )
     return Data(np.full(count, length), np.full(count, NAMES_BYTES), count * answer, None)

@@ -55,13 +55,17 @@ def draft_engine(facts: Facts) -> Finding:
     target, python = inputs.readable_target(facts.config), facts.config.evaluate.python
     if target is None:
         return Finding(State.NOT_APPLICABLE, "the target is not here yet")
-    if python is None and (facts.engine is None or not engine.speculates()):
+    here: list[str | None] = [None] if facts.engine is not None and engine.speculates() else []
+    pythons = [*here, *([python] if python else [])]
+    if not pythons:
         return Finding(
             State.NOT_APPLICABLE, f"{facts.engine or 'no vLLM'} does not decode with a draft on this machine"
         )
-    if gap := engine.eagle3_gap(target, python):
-        return Finding(State.FAIL, gap)
-    return Finding(State.OK, f"{python or facts.engine} can serve an EAGLE-3 draft for {target.model_type}")
+    for one in pythons:
+        if gap := engine.eagle3_gap(target, one):
+            return Finding(State.FAIL, gap)
+    able = " and ".join(str(one or facts.engine) for one in pythons)
+    return Finding(State.OK, f"{able} can serve an EAGLE-3 draft for {target.model_type}")
 
 
 CHECKS: dict[str, Callable[[Facts], Finding]] = {

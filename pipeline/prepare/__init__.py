@@ -40,7 +40,7 @@ from pipeline.unpack import unpack
 STEP = "prepare"
 PROMPTS = "prompts.parquet"
 """Prompts that are being answered (prepare/spool.py)."""
-FORMAT = 1
+FORMAT = 2
 """Raised when equal inputs no longer give equal bytes."""
 SPACE_FLOOR_BYTES = 64 << 20
 """Room that is asked for where the size of the data is not known."""
@@ -100,7 +100,7 @@ def _inputs(config: Run, target: Target, sources: list[Source]) -> dict[str, Any
             "seed": config.seed if section.temperature else None,
             "target": target.fingerprint,
             "dtype": config.target.dtype,
-            "engine": engine.version(),
+            "engine": engine.identity(),
         }
     return inputs
 

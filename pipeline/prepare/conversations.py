@@ -32,11 +32,8 @@ PASSED_ON: dict[str, type | tuple[type, ...]] = {
     "tool_calls": list,
     "tool_call_id": str,
     "reasoning_content": str,
-    "reasoning": str,
 }
 """Further keys of a message that chat templates read, and their types. Other keys mean nothing to them."""
-ALIASES = {"reasoning": "reasoning_content"}
-"""What vLLM's server calls a key in its answers, and what chat templates call it."""
 
 TURN_MARK = "/turn-"
 """Between a conversation's id and a turn's number in the id of a sample that holds one turn."""
@@ -144,8 +141,9 @@ def _message(value: Any, number: int) -> dict[str, Any]:
         if (extra := value.get(key)) is not None:
             if not isinstance(extra, kind):
                 raise Rejected("tools", f"message {number}: {key} is a {type(extra).__name__}")
-            name = ALIASES.get(key, key)
-            message[name] = message.get(name) or extra
+            message[key] = extra
+    if isinstance(reasoning := value.get("reasoning"), str):  # vLLM's server calls it so; elsewhere it is a setting
+        message["reasoning_content"] = message.get("reasoning_content") or reasoning
     content = value.get("content", value.get("value"))
     if (message.get("tool_calls") or message["role"] == "tool") and (content is None or content == ""):
         return message | {"content": ""}  # a call needs no words, a tool may return none

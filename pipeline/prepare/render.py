@@ -181,7 +181,7 @@ class Renderer:
             try:
                 out.append(replace(self._turn_apart(conversation, number), number=k))
             except Rejected as why:
-                if why.code != "no_reasoning":
+                if why.code not in ("no_reasoning", "no_user_turn"):
                     raise
                 out.append(conversation.rejection(why, f"{conversation.id}{TURN_MARK}{k}" if numbers[1:] else None))
         return out
@@ -192,6 +192,8 @@ class Renderer:
 
     def _turn_apart(self, conversation: Conversation, number: int) -> Turn:
         """What the target says after its prompt, in a template that shows reasoning only while it is of use."""
+        if not number:
+            raise Rejected("no_user_turn", "message 1 is the assistant's: nobody has asked anything yet")
         bare = replace(conversation, messages=without_reasoning(conversation.messages))
         begin, whole = self._render(bare, number, True), self._render(bare, number + 1, False)
         reasoning: str | None = conversation.messages[number].get("reasoning_content")

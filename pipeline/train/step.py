@@ -23,6 +23,8 @@ from pipeline.train.loss import TargetHead
 from pipeline.train.report import Reporter
 from pipeline.vocab import load_map
 
+FORMAT = 2
+"""Raised when equal inputs no longer give equal bytes."""
 WITHOUT_EFFECT_ON_BYTES = {"tracker", "processes", "threads", "keep_checkpoints"}
 
 
@@ -111,6 +113,7 @@ def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:
     section = config.train.model_dump(mode="json", exclude=WITHOUT_EFFECT_ON_BYTES)
     vocab = read_manifest(config.folder("vocab"), "vocab")
     return {
+        "format": FORMAT,
         "hidden": reader.manifest.run_key,
         "vocab": vocab.run_key,
         "seed": config.seed,
@@ -135,6 +138,7 @@ class _processes:  # noqa: N801 (used as a function)
 
     def __init__(self, threads: int | None):
         self.threads = threads
+        self.made_group = False  # there may be one that is not ours: an engine's that ran in this process
 
     def __enter__(self) -> Place:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -151,10 +155,11 @@ class _processes:  # noqa: N801 (used as a function)
             torch.set_num_threads(self.threads or max(1, len(os.sched_getaffinity(0)) // local_world))
         if world > 1:
             dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+            self.made_group = True
         return Place(rank, world, device)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if dist.is_initialized() and error is None:
+        if self.made_group and error is None:
             dist.destroy_process_group()
 
 

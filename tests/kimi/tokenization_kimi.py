@@ -25,7 +25,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(self, vocab_file: str, added_tokens_decoder: dict | None = None, **kwargs):
-        # added_tokens_decoder is not passed on, as in Kimi's: transformers does not learn of <think>
+        # added_tokens_decoder is not passed on, the harder case: transformers does not learn of <think>
         ranks = load_tiktoken_bpe(vocab_file)
         named = {int(i): str(token) for i, token in (added_tokens_decoder or {}).items()}
         ids = range(len(ranks), len(ranks) + SPECIAL_TOKENS)

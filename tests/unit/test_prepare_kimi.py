@@ -274,6 +274,17 @@ def test_empty_marks_in_the_data_are_the_targets_own(targets):
     assert found.lost_reasoning == 0
 
 
+def test_an_answer_before_any_question_is_rejected_alone(targets):
+    """ShareGPT files have such: the rest of the conversation is of use."""
+    greeting = {"role": "assistant", "content": "<think>Greet.</think>Ahoy!"}
+    alone, rest = rendered(targets[None], greeting, SAY, WHY)
+    assert isinstance(alone, Rejection)
+    assert (alone.code, alone.id) == ("no_user_turn", "c/turn-1")
+    history = turn("assistant", THINK, THINK_END, "Ahoy!")
+    own = [" A greeting.\n\n", THINK_END, "\n\nHi! The sailors.\n", END]
+    check(targets[None], rest, [*history, *USER_TURN, *OPEN], own)
+
+
 IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "x.png"}}]
 
 
@@ -361,7 +372,7 @@ def test_held_out_prompts_are_asked_in_the_same_way(targets, tmp_path, monkeypat
 
 
 def test_the_target_tells_all_its_control_tokens(targets):
-    """transformers is told of Kimi's special tokens alone: a draft without `</think>` would fail at each answer."""
+    """Here transformers is not told of `<think>`: a draft without `</think>` would fail at each answer."""
     assert THINK_END not in targets[None].tokenizer.added_tokens_decoder
     assert targets[None].control_ids == sorted((SPECIAL | NOT_SPECIAL).values())
     assert targets[None].end_of_turn_ids == [END, BOS + 1]
