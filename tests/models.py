@@ -107,6 +107,7 @@ def save_tiny_deepseek(folder: Path) -> Path:
 
 
 def _save(model_class, config, folder: Path) -> Path:
+    torch.manual_seed(0)
     model = model_class(config).to(torch.float32).eval()
     draw_weights(model)
     model.save_pretrained(folder)
@@ -116,8 +117,7 @@ def _save(model_class, config, folder: Path) -> Path:
 
 @torch.no_grad()
 def draw_weights(model: torch.nn.Module) -> None:
-    """Seeded random weights, wide ones: see above."""
-    torch.manual_seed(0)
+    """Random weights, wide ones: see above."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # norms: all ones would hide a missing one
             parameter.uniform_(0.5, 1.5)

@@ -89,6 +89,7 @@ def save_small_kimi(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     text = DeepseekV3ForCausalLM(DeepseekV3Config(**TEXT))
+    torch.manual_seed(0)
     draw_weights(text)
     tensors = {f"language_model.{name}": tensor for name, tensor in text.state_dict().items()}
     tensors |= _vision_weights()
