@@ -121,6 +121,11 @@ class Target:
     def __init__(self, section: TargetSection):
         self.section = section
 
+    @classmethod
+    def at(cls, section: TargetSection, folder: Path) -> "Target":
+        """The target of a section whose folder is known already, so that the hub is not asked where it lies."""
+        return cls(section.model_copy(update={"path": str(folder)}))
+
     @cached_property
     def folder(self) -> Path:
         """The local folder; a Hugging Face name is resolved (and downloaded) first."""

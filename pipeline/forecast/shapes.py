@@ -29,7 +29,7 @@ def target_shapes(section: TargetSection) -> Shapes:
     """Find them. Raises InputError for a target that is nowhere: no folder, unknown to the hub, not recorded."""
     folder = local_folder(section)
     if folder and (folder / "config.json").is_file():
-        return Shapes(_at(section, folder), f"{folder}/config.json")
+        return Shapes(Target.at(section, folder), f"{folder}/config.json")
     if section.gguf or not is_hub_name(section.path):
         target = Target(section)
         return Shapes(target, str(target.folder))  # which raises, and says what to do
@@ -39,7 +39,9 @@ def target_shapes(section: TargetSection) -> Shapes:
         recorded = RECORDED / section.path.replace("/", "--")
         if not recorded.is_dir():
             raise
-        return Shapes(_at(section, recorded), f"{recorded.parent.parent.name}/recorded, as the hub did not give them")
+        return Shapes(
+            Target.at(section, recorded), f"{recorded.parent.parent.name}/recorded, as the hub did not give them"
+        )
 
 
 def _from_hub(section: TargetSection) -> Shapes:
@@ -55,9 +57,4 @@ def _from_hub(section: TargetSection) -> Shapes:
             f"forecast: {section.path} is no folder here, and the hub did not give its config.json: {reason[:200]}"
         ) from None
     weights = sum(file.size or 0 for file in info.siblings or [] if file.rfilename.endswith(".safetensors"))
-    return Shapes(_at(section, Path(config).parent), "its config.json on the hub", weights)
-
-
-def _at(section: TargetSection, folder: Path) -> Target:
-    """A Target that need not ask the hub where it lies."""
-    return Target(section.model_copy(update={"path": str(folder)}))
+    return Shapes(Target.at(section, Path(config).parent), "its config.json on the hub", weights)

@@ -39,7 +39,7 @@ def target_model(facts: Facts) -> Finding:
             return Finding(State.OK, f"{path}: no folder here, taken for a Hugging Face name: fetched by prepare")
         advice = "Set target.path to the model's folder or Hugging Face name"
         return Finding(State.FAIL, f"{path}: no such folder. {advice}")
-    target = _target_at(section, folder)
+    target = Target.at(section, folder)
     shape = f"{target.num_layers} layers, hidden size {target.hidden_size:,}"
     names = weight_files(folder)
     missing = [name for name in names if not (folder / name).is_file()]
@@ -79,16 +79,11 @@ def readable_target(config: Run) -> Target | None:
     folder = local_folder(config.target)
     if folder is None:
         return None
-    target = _target_at(config.target, folder)
+    target = Target.at(config.target, folder)
     try:
         return target if target.hidden_size and target.vocab_size else None
     except InputError:
         return None
-
-
-def _target_at(section: TargetSection, folder: Path) -> Target:
-    """A Target that need not ask the hub where it lies."""
-    return Target(section.model_copy(update={"path": str(folder)}))
 
 
 def weight_files(folder: Path) -> list[str]:

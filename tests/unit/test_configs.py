@@ -28,7 +28,7 @@ def test_every_number_of_kimis_is_explained():
 def test_the_draft_for_kimi():
     """moonshotai/Kimi-K2.5's own shapes (forecast/recorded) and the file's numbers."""
     config = load(KIMI)
-    target = Target(config.target.model_copy(update={"path": str(RECORDED / "moonshotai--Kimi-K2.5")}))
+    target = Target.at(config.target, RECORDED / "moonshotai--Kimi-K2.5")
     aux = target.aux_layers(config.extract.aux_layers)
     draft = draft_config(target, config.train, aux, config.vocab.draft_vocab_size)
     assert aux == target.aux_layers(None) == [2, 30, 58]
