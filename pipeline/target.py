@@ -134,19 +134,20 @@ class Target:
             return path
         if self.section.gguf and not path.exists():
             raise InputError(f"target: {path} is missing. Run prepare first: it unpacks {self.section.gguf}")
-        if (
-            path.exists()
-            or path.is_absolute()
-            or self.section.path.count("/") != 1
-            or self.section.path.startswith(".")
-        ):
+        if not is_hub_name(self.section.path):
             raise InputError(
                 f"target: {path} is not a folder. Set target.path to the model's folder or Hugging Face name"
             )
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
 
         try:
             return Path(snapshot_download(self.section.path, revision=self.section.revision))
+        except LocalEntryNotFoundError:
+            raise InputError(
+                f"target: {self.section.path} has not been fetched, and the hub is out of reach here. "
+                "Run prepare first, where it can be reached"
+            ) from None
         except Exception as error:  # network, login, unknown name: the hub's errors share no base class
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise InputError(f"target: {self.section.path} is no folder and cannot be fetched: {reason}") from error
@@ -157,16 +158,20 @@ class Target:
         if not self.section.trust_remote_code:
             return
         if Path(self.section.path).is_dir():
+            _ = self._whole_config  # a folder without one is no model, and its code none to read
             found, pin = _hash_code(self.folder), self.section.code_sha256
             if pin != found:
                 raise ConfigError(
                     f"target: the code in {self.folder} is not {f'the one pinned ({pin})' if pin else 'pinned'}, so it "
                     f'does not run. Read it, then set target.code_sha256 = "{found}"'
                 )
-        elif not re.fullmatch("[0-9a-f]{40}", self.section.revision or ""):
+        elif is_hub_name(self.section.path) and not re.fullmatch("[0-9a-f]{40}", self.section.revision or ""):
+            shown = (
+                f"{self.section.revision!r}, {len(self.section.revision)} long" if self.section.revision else "not set"
+            )
             raise ConfigError(
-                f"target: target.trust_remote_code runs code of {self.section.path}, and target.revision is "
-                f"{self.section.revision!r}: pin it with the 40 digits of a commit"
+                f"target: target.trust_remote_code runs code of {self.section.path}, and target.revision is {shown}: "
+                "pin it with the 40 digits of a commit"
             )
 
     @cached_property
@@ -266,6 +271,7 @@ class Target:
         """The tokenizer, with a chat template. Raises InputError when either is missing."""
         from transformers import AutoTokenizer
 
+        self.require_pin()  # before anything is fetched
         _read_json(self.folder / "config.json")
         if not (self.folder / "tokenizer_config.json").is_file():
             raise InputError(f"target: {self.folder} has no tokenizer (tokenizer_config.json)")
@@ -417,6 +423,12 @@ class Target:
         """Hash of everything but the weights: tokenizer, template, generation settings, remote code."""
         skip = {".safetensors", ".bin", ".pt", ".gguf"}
         return _hash_files(sorted(f for f in self.folder.iterdir() if f.is_file() and f.suffix not in skip))
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether `target.path` is a Hugging Face name, owner/model: no folder, and none in a folder that is there."""
+    place = Path(path)
+    return not (place.exists() or place.is_absolute() or place.parent.is_dir()) and path.count("/") == 1
 
 
 def _hash_code(folder: Path) -> str:

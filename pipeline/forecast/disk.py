@@ -12,9 +12,9 @@ from pipeline.config import Run
 from pipeline.forecast.data import Data
 from pipeline.forecast.training import TrainingMemory
 from pipeline.forecast.weights import TargetWeights
-from pipeline.preflight.inputs import is_hub_name, local_folder, weight_bytes
+from pipeline.preflight.inputs import local_folder, weight_bytes
 from pipeline.store.states import shard_bytes
-from pipeline.target import Target
+from pipeline.target import Target, is_hub_name
 
 PREPARED_BYTES_PER_TOKEN = 4.2
 """At most: an id of 4 bytes and a bit of the mask, before compression; some bits for what Parquet adds."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pipeline.config import TargetSection
 from pipeline.errors import InputError
-from pipeline.preflight.inputs import is_hub_name, local_folder
-from pipeline.target import Target
+from pipeline.preflight.inputs import local_folder
+from pipeline.target import Target, is_hub_name
 
 RECORDED = Path(__file__).parent / "recorded"
 """OWNER--NAME/config.json: shapes of targets whose hub may be out of reach, with their source and date."""

@@ -19,6 +19,8 @@ from pipeline.progress import clock
 from pipeline.target import Target
 
 Rows = list[tuple[str, str]]
+PUBLISHED_RATES_OF = "kimi_k25"
+"""The model type that [forecast]'s default rates are of."""
 EXTRACT_SHARE = 0.15
 """Of the prefill rate that engine `speculators` reached: 6,500 of 43,200 tok/s, a Llama of 8 B parameters on one H200,
 vLLM 0.16.0, 2026-11-30. Not measured with other models: a larger one should come closer to its prefill rate."""
@@ -146,12 +148,15 @@ def _extract_hours(facts: Forecast) -> Rows:
     section, tokens = facts.config.forecast, facts.data.tokens
     if facts.done("hidden"):
         return [("extract", "done")]
+    ours = {"prefill_tokens_per_s", "prefill_untuned_tokens_per_s"} & section.model_fields_set
+    if not ours and facts.target.model_type != PUBLISHED_RATES_OF:
+        return [("extract", f"unknown: {tokens / 1e6:,.1f} M tokens to run; set forecast.prefill_tokens_per_s")]
     tuned, untuned = section.prefill_tokens_per_s, section.prefill_untuned_tokens_per_s
     rows = [
         ("extract", f"{_hours(tokens, tuned)} at {tuned:,.0f} tok/s, NCCL tuned; writes {_rate(facts, tuned)}"),
         ("", f"{_hours(tokens, untuned)} at {untuned:,.0f} tok/s, NCCL untuned"),
     ]
-    if not {"prefill_tokens_per_s", "prefill_untuned_tokens_per_s"} & section.model_fields_set:
+    if not ours:
         rows.append(
             ("", "published rates of Kimi-K2.5 on eight RTX PRO 6000; forecast.prefill_tokens_per_s sets yours")
         )

@@ -10,7 +10,7 @@ from pipeline.config import Run, TargetSection
 from pipeline.errors import ConfigError, InputError
 from pipeline.preflight.finding import Facts, Finding, State
 from pipeline.store import read_manifest
-from pipeline.target import Target
+from pipeline.target import Target, is_hub_name
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATES_PER_TOKEN = 4
@@ -52,11 +52,6 @@ def target_model(facts: Facts) -> Finding:
         return Finding(State.FAIL, text, tuple(wrong))
     size = f"{len(names)} weight files, {weight_bytes(folder) / 1e9:,.1f} GB"
     return Finding(State.OK, f"{folder}: {shape}, {size}")
-
-
-def is_hub_name(path: str) -> bool:
-    """Whether Target would ask the hub for it."""
-    return not Path(path).exists() and not Path(path).is_absolute() and path.count("/") == 1 and path[0] != "."
 
 
 def local_folder(section: TargetSection) -> Path | None:

@@ -27,7 +27,7 @@ from pipeline.errors import InputError, UserError
 from pipeline.prepare import regenerate
 from pipeline.prepare.conversations import Conversation, conversations
 from pipeline.prepare.output import SampleWriter, Totals, require_room
-from pipeline.prepare.rejects import Rejected, Rejection, Rejects, open_rejects
+from pipeline.prepare.rejects import CODES, Rejected, Rejection, Rejects, open_rejects
 from pipeline.prepare.render import Renderer
 from pipeline.prepare.sources import Files, Row, Source, open_sources
 from pipeline.prepare.spool import SpooledPrompt, read_prompts, write_prompts
@@ -128,7 +128,7 @@ def _prepare(config: Run, target: Target, sources: list[Source], folder: Path) -
     if not totals.samples:
         code, count = totals.rejected.most_common(1)[0]
         raise InputError(
-            f"{STEP}: all {totals.rows:,} rows were rejected, {count:,} of them with {code!r}. "
+            f"{STEP}: all {totals.rows:,} rows were rejected, {count:,} of them with {code!r} ({CODES[code]}). "
             f"{folder / 'rejected.jsonl'} says why for each"
         )
     return shards, totals, tokens_per_s

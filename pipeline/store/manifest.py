@@ -129,7 +129,9 @@ def _read_json(path: Path, step: str) -> dict[str, Any]:
 def _refuse_other_inputs(folder: Path, step: str, old: dict[str, Any], new: dict[str, Any]) -> None:
     if old == new:
         return
-    name = next(key for key in sorted({*old, *new}) if old.get(key) != new.get(key))
+    # a setting that both have says more than one that came or went with it
+    names = sorted({*old, *new}, key=lambda key: (key not in old or key not in new, key))
+    name = next(key for key in names if old.get(key) != new.get(key))
     raise MismatchError(
         f"{step}: {folder} was made with {name} {old.get(name)}, this run has {new.get(name)} "
         f"(run keys {run_key(old)[:12]} and {run_key(new)[:12]}).\n"

@@ -91,6 +91,9 @@ def test_again_is_nothing_to_do_and_other_settings_are_refused(case, capsys):
     assert "already done" in capsys.readouterr().out
     assert case.prepare("--target.max_length", "99") == 3
     assert "max_length 100, this run has 99" in capsys.readouterr().err
+    (case.model / "model.safetensors").write_bytes(b"hashed only")
+    assert case.prepare("--prepare.regenerate", "true") == 3  # which brings other settings into the key
+    assert "regenerate False, this run has True" in capsys.readouterr().err
     case.write(talk("other"))
     assert case.prepare() == 3
     assert {p.name: p.read_bytes() for p in case.out.iterdir() if p.name != ".lock"} == {
