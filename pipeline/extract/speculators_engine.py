@@ -21,15 +21,17 @@ from pipeline.target import Target
 SPECULATORS_WARNING = 'Field name "torch_dtype"'
 """Begins a warning of pydantic's at every import of speculators 0.3.0, about a model that we do not use."""
 
+ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+
 
 class SpeculatorsEngine:
     """See pipeline.extract.engines.Engine."""
 
     def __init__(self, config: Run, target: Target, layer_ids: list[int]):
         self._limits = config.extract
-        _prepare_environment(config, target)
+        _prepare_environment(config)
         try:
-            with _quiet():
+            with _quiet(), _last_position_usable(config, target):
                 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
                 self._generator: Any = VllmHiddenStatesGenerator(
@@ -80,16 +82,34 @@ def groups(samples: list[Sample], max_tokens: int, max_samples: int) -> Iterator
         yield group
 
 
-def _prepare_environment(config: Run, target: Target) -> None:
+def _prepare_environment(config: Run) -> None:
     """What vLLM reads from the environment, set where the user has not; before vLLM is imported."""
     engine.quiet_environment()
-    if config.target.max_length == target.config.get("max_position_embeddings"):
-        # We ask for one place more than the model knows. It is for the sampled token, which is never run
-        os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     if engine.on_cpu():
         # Without a number vLLM gives a worker one thread, and this process too, for whatever it does afterwards
         cores = len(os.sched_getaffinity(0))
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.target.tensor_parallel_size)))
+
+
+@contextmanager
+def _last_position_usable(config: Run, target: Target) -> Iterator[None]:
+    """Where samples may be as long as the model knows positions: we ask for one place more, which vLLM must allow. It is
+    for the sampled token, which is never run.
+
+    Told by the environment, for the workers, and to vLLM's module: an engine that ran in this process before has had
+    the environment read once and for all.
+    """
+    if config.target.max_length != target.config.get("max_position_embeddings"):
+        yield
+        return
+    os.environ.setdefault(ALLOW_LONG, "1")
+    from vllm import envs
+
+    setattr(envs, ALLOW_LONG, True)
+    try:
+        yield
+    finally:
+        delattr(envs, ALLOW_LONG)
 
 
 @contextmanager
