@@ -93,8 +93,8 @@ def _prepare_environment(config: Run) -> None:
 
 @contextmanager
 def _last_position_usable(config: Run, target: Target) -> Iterator[None]:
-    """Where samples may be as long as the model knows positions: we ask for one place more, which vLLM must allow. It is
-    for the sampled token, which is never run.
+    """Where samples may be as long as the model knows positions: we ask for one place more, which vLLM must allow. It
+    is for the sampled token, which is never run.
 
     Told by the environment, for the workers, and to vLLM's module: an engine that ran in this process before has had
     the environment read once and for all.
