@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads cost more than they bring; before torch starts
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB; an engine in this process keeps them until its end
 
 from tests import models
 from tests.kimi.model import save_small_kimi
