@@ -9,12 +9,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
 from pipeline.config import Run, load
-from pipeline.errors import NO_ROOM, SpaceError, UserError
+from pipeline.errors import NO_ROOM, ConfigError, SpaceError, UserError
 
 STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     # name: (module with run(config: Run) -> None, one line, sections whose keys the step reads)
@@ -42,7 +42,13 @@ TOOLS: dict[str, tuple[str, str]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one step. Returns the exit code; see pipeline.errors for their meaning."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.exit(
+            ConfigError.exit_code,
+            f"{parser.prog} {parsed.step}: {' '.join(unknown)}: no such key. {parser.prog} {parsed.step} --help\n",
+        )
     options = vars(parsed)
     step, config_file = options.pop("step"), options.pop("config", None)
     try:
@@ -78,8 +84,15 @@ def run_step(step: str, config: Run) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """A wrong call is told in one line, where argparse would print all flags first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ConfigError.exit_code, f"{self.prog}: {message}. {self.prog} --help lists what there is\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pipeline", description=__doc__)
+    parser = _Parser(prog="python -m pipeline", description=__doc__)
     steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
     for name, (_, line, sections) in STEPS.items():
         step = steps.add_parser(name, help=line, description=f"{name}: {line}.", allow_abbrev=False)

@@ -322,5 +322,7 @@ def _reason(item: Any) -> str:
         return "no such key. See python -m pipeline STEP --help"
     if item["type"] == "missing":
         return "missing"
+    if item["type"] == "list_type":
+        return f"must be a list, as a flag for example '[\"{item['input']}\"]'"
     message = item["msg"].removeprefix("Value error, ")
     return message if isinstance(item["input"], dict) else f"{message} (it is {item['input']!r})"[:300]

@@ -108,17 +108,28 @@ class ReferenceEngine:
 
 
 def _load_text_model(target: Target) -> Any:
-    """The target in transformers. Out of a wrapper: its text model, by transformers' own code.
+    """The target in transformers; out of a wrapper its text model.
 
     Raises InputError for a wrapper with quantised weights, which are not read here.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    prefix = target.family.prefix
-    if not prefix:
-        return AutoModelForCausalLM.from_pretrained(
+    if target.family.prefix:
+        model = _unwrapped(target)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
             target.folder, dtype=target.dtype, trust_remote_code=target.trust_remote_code
         )
+    for name, module in model.named_modules():
+        if name.endswith("_a_layernorm"):  # transformers leaves the norms of latent vectors at 1e-6; vLLM obeys
+            module.variance_epsilon = model.config.rms_norm_eps
+    return model
+
+
+def _unwrapped(target: Target) -> Any:
+    """By transformers' own code and none of the model's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     own = {key: value for key, value in target.config.items() if key != "model_type"}
     if own.get("quantization_config"):
         raise InputError(
@@ -126,10 +137,7 @@ def _load_text_model(target: Target) -> Any:
             'Set evaluate.engine = "vllm"'
         )
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(target.family.text_type, **own), dtype=target.dtype)
-    for name, module in model.named_modules():
-        if name.endswith("_a_layernorm"):  # transformers leaves the norms of latent vectors at 1e-6; vLLM obeys
-            module.variance_epsilon = model.config.rms_norm_eps
-    names = list(model.state_dict())
+    names, prefix = list(model.state_dict()), target.family.prefix
     tensors = target.tensors([prefix + name for name in names])
     model.load_state_dict({name: tensors[prefix + name] for name in names})
     return model

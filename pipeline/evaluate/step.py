@@ -59,6 +59,7 @@ def _inputs(config: Run, target: Target, train_key: str, engine_name: str) -> di
         "train": train_key,
         "target": target.fingerprint,
         "tokenizer": target.tokenizer_fingerprint,
+        "thinking": config.target.thinking,
         "engine": engine_name,
         "prompts": [file_sha256(_existing(path)) for path in config.evaluate.prompts],
         "seed": config.seed,
@@ -66,8 +67,6 @@ def _inputs(config: Run, target: Target, train_key: str, engine_name: str) -> di
     }
     if engine_name == "vllm":
         inputs["vllm"] = engine.identity(config.evaluate.python)
-    if config.target.thinking is not None:  # keys of runs from before there was such a key stay as they were
-        inputs["thinking"] = config.target.thinking
     return inputs
 
 

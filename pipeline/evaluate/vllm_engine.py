@@ -92,8 +92,8 @@ class VllmEngine:
                 raise ConfigError(f"evaluate: evaluate.python {self.python} cannot be run ({error})") from None
             if done.returncode == CANNOT_DRAFT:
                 raise InputError(
-                    f"evaluate: {json.loads(result_file.read_text())['lacks']}. Run {self.python} pipeline/patching.py "
-                    "apply vllm, or set evaluate.python to an environment with vLLM 0.18 or later"
+                    f"evaluate: {json.loads(result_file.read_text())['lacks']}. Set evaluate.python to an environment "
+                    "whose vLLM does, or evaluate.engine to reference"
                 )
             if done.returncode != 0:
                 raise InputError(

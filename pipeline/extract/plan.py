@@ -63,27 +63,34 @@ class Limits:
 def plan(prepared: Path, shard_tokens: int, limits: Limits) -> list[Planned]:
     """Split the prepared samples, in their order, into shards of at most `shard_tokens` tokens (or one sample).
 
-    Reads all samples once, holds one. Raises InputError for a sample that the target cannot take, or for none at all.
+    Reads all samples once, holds one of them and two numbers of each. Raises InputError for a sample that the target
+    cannot take, or for none at all.
     """
-    shards: list[Planned] = []
-    samples = tokens = supervised = 0
-
-    def close() -> None:
-        if samples:
-            shards.append(Planned(f"shard-{len(shards):05d}.safetensors", samples, tokens, supervised))
-
+    lengths: list[int] = []
+    supervised: list[int] = []
     for sample in read_samples(prepared):
         limits.check(sample)
-        if tokens + len(sample.input_ids_S) > shard_tokens:
-            close()
-            samples = tokens = supervised = 0
-        samples += 1
-        tokens += len(sample.input_ids_S)
-        supervised += int(sample.loss_mask_S.sum())
-    close()
+        lengths.append(len(sample.input_ids_S))
+        supervised.append(int(sample.loss_mask_S.sum()))
+    shards = [
+        Planned(f"shard-{number:05d}.safetensors", len(lengths[part]), sum(lengths[part]), sum(supervised[part]))
+        for number, part in enumerate(split(lengths, shard_tokens))
+    ]
     if not shards:
         raise InputError(f"extract: {prepared} holds no samples. See rejected.jsonl there, run prepare again")
     return shards
+
+
+def split(lengths: list[int], shard_tokens: int) -> Iterator[slice]:
+    """Which samples, by their lengths in tokens, share a shard: as many as fit, or one that does not."""
+    first = tokens = 0
+    for number, length in enumerate(lengths):
+        if number > first and tokens + length > shard_tokens:
+            yield slice(first, number)
+            first, tokens = number, 0
+        tokens += length
+    if lengths:
+        yield slice(first, len(lengths))
 
 
 def remaining(prepared: Path, planned: list[Planned], done: dict[str, Shard]) -> Iterator[tuple[Planned, list[Sample]]]:

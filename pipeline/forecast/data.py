@@ -35,7 +35,8 @@ class Data:
 
 
 def data_of(config: Run) -> Data:
-    """The samples of a run. Raises InputError for a prepared/ that cannot be read."""
+    """The samples of a run. Raises InputError for a prepared/ that cannot be read, ConfigError for lengths of which a
+    shorter one is to hold a longer."""
     section, folder = config.forecast, config.folder("prepared")
     if (folder / "manifest.json").is_file():
         tokens_N, names_bytes_N = sample_sizes(folder)

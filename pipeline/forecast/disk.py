@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import Run
+from pipeline.extract.plan import split
 from pipeline.forecast.data import Data
 from pipeline.forecast.training import TrainingMemory
 from pipeline.forecast.weights import TargetWeights
@@ -35,28 +36,18 @@ class Place:
 
 def hidden_bytes(data: Data, target: Target, config: Run, item_bytes: int) -> int:
     """All shards of hidden/, in states of so many bytes a number."""
-    total, lengths, tokens, names = 0, [], 0, 0
-
-    def close() -> int:
-        if not lengths:
-            return 0
-        return shard_bytes(
-            lengths,
-            names,
+    lengths, names = data.tokens_N.tolist(), data.names_bytes_N
+    return sum(
+        shard_bytes(
+            lengths[part],
+            int(names[part].sum()),
             aux_layers=target.aux_layers(config.extract.aux_layers),
             last_layer=target.num_layers,
             hidden_size=target.hidden_size,
             item_bytes=item_bytes,
         )
-
-    for length, its_names in zip(data.tokens_N.tolist(), data.names_bytes_N.tolist(), strict=True):
-        if tokens + length > config.extract.shard_tokens:  # as pipeline.extract.plan does
-            total += close()
-            lengths, tokens, names = [], 0, 0
-        lengths.append(length)
-        tokens += length
-        names += its_names
-    return total + close()
+        for part in split(lengths, config.extract.shard_tokens)
+    )
 
 
 def checkpoint_bytes(config: Run, target: Target, memory: TrainingMemory) -> int:

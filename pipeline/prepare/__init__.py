@@ -88,10 +88,9 @@ def _inputs(config: Run, target: Target, sources: list[Source]) -> dict[str, Any
         "limit": section.limit,
         "max_length": config.target.max_length,
         "tokenizer": target.tokenizer_fingerprint,
+        "thinking": config.target.thinking,
         "regenerate": section.regenerate,
     }
-    if config.target.thinking is not None:  # keys of runs from before there was such a key stay as they were
-        inputs["thinking"] = config.target.thinking
     if section.regenerate:
         inputs |= {
             "max_new_tokens": section.max_new_tokens,

@@ -19,8 +19,8 @@ Otherwise, two cases in which the ids do not nest can be helped:
 - The text nests and the ids do not, since a token spans the border (an answer that begins with a newline, after a
   generation prompt that ends with one). The turn is then tokenised alone and appended to the prompt, as in serving,
   where the prompt's tokens are fixed before the answer begins. Both must decode to the same text.
-- The generation prompt opens the reasoning (`<think>`) and the finished rendering lacks it (DeepSeek-R1, Kimi). The
-  turn is then the reasoning, its closing mark, and what the template writes after it.
+- The generation prompt opens the reasoning (`<think>`) and the finished rendering lacks it (DeepSeek-R1). The turn is
+  then the reasoning, its closing mark, and what the template writes after it.
 
 Anything else is rejected with the code `prefix`.
 """
@@ -283,7 +283,7 @@ def _reasoned(prompt: str, before: str, whole: str, message: dict[str, Any]) -> 
     """What the target says after a generation prompt that opened the reasoning; `before` is the prompt without that.
 
     The spacing follows the prompt: DeepSeek-R1 opens with `<think>` and a newline and closes with newlines around
-    the mark, Kimi writes none.
+    the mark; where there is no newline, none is written.
     """
     reasoning = message.get("reasoning_content", "")
     if whole.startswith(prompt):

@@ -174,5 +174,11 @@ class HubDataset:
             raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> InputError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        return InputError(f"prepare: source {self.name} is no file here and cannot be fetched as a data set: {reason}")
+        cause: BaseException = error
+        while cause.__cause__ or cause.__context__:  # the first one says what it is, the last ones wrap it
+            cause = cause.__cause__ or cause.__context__ or cause
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0][:200]
+        return InputError(
+            f"prepare: source {self.name} is no file here and cannot be fetched as a data set: {reason}. "
+            "Check name and network, or put files into data/ and name them in prepare.sources"
+        )

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import train, vocab
+from pipeline import engine, train, vocab
 from pipeline.__main__ import main
 from pipeline.config import Run, load
 from pipeline.evaluate.counts import Counts, Question
 from pipeline.evaluate.reference import ReferenceEngine
+from pipeline.evaluate.step import _inputs
 from pipeline.target import Target
 from tests.models import Reference
 from tests.training import greedy_answers, make_hidden, write_config
@@ -115,6 +116,20 @@ def test_the_step_writes_a_summary_once(finished, capsys):
     assert "already done" in capsys.readouterr().out
     assert evaluate(path, "--evaluate.engine", "reference", "--evaluate.temperature", "1") == 3
     assert "was made with temperature 0.0, this run has 1.0" in capsys.readouterr().err
+
+
+def test_what_changes_the_measure_is_in_the_key(finished, monkeypatch):
+    """An edited template or another vLLM behind evaluate.python would be told "already done"."""
+    _, config = finished
+    monkeypatch.setattr(engine, "identity", lambda python: f"vLLM of {python}")
+    target = Target(config.target)
+    by_vllm = _inputs(config, target, "key", "vllm")
+    assert by_vllm["vllm"] == f"vLLM of {config.evaluate.python}"
+    assert by_vllm["tokenizer"] == target.tokenizer_fingerprint
+    assert "vllm" not in _inputs(config, target, "key", "reference")
+    silent = config.target.model_copy(update={"thinking": False})
+    other = _inputs(config.model_copy(update={"target": silent}), target, "key", "vllm")
+    assert {key for key in other if other[key] != by_vllm[key]} == {"thinking"}
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ pytest.importorskip("vllm")
 ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"
 SERVE_PYTHON = Path(__file__).parents[2] / ".venv-serve" / "bin" / "python"
-ASSISTANT, MIDDLE, THINK = BOS + 4, BOS + 17, BOS + 22
+MIDDLE, THINK = BOS + 17, BOS + 22
 QUESTIONS = [
     [{"role": "user", "content": "Where is the harbour?"}],
     [{"role": "system", "content": "You are a sailor."}, {"role": "user", "content": "How high are the waves?"}],
@@ -140,7 +140,7 @@ def test_a_draft_for_latent_attention_has_heads_of_128(run: Run):
 
 
 ROPE = """
-import json, sys
+import sys
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -178,10 +178,8 @@ def test_what_was_memorised_is_accepted_by_vllm(run: Run):
     assert summary["acceptance_length"] > 3.5
     if ON_GPU:
         return
-    reference = run.model_copy(
-        update={"name": "test", "evaluate": run.evaluate.model_copy(update={"engine": "reference"})}
-    )
-    (run.folder("evaluation")).rename(run.folder("evaluation").with_name("by-vllm"))
+    reference = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"engine": "reference"})})
+    run.folder("evaluation").rename(run.folder("evaluation").with_name("by-vllm"))
     evaluate.run(reference)
     exact = json.loads((run.folder("evaluation") / "summary.json").read_text())
     assert summary["num_drafts"] == exact["num_drafts"]

@@ -225,3 +225,24 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"train\.processes is 3, and 2 GPUs are visible"):
         num_processes(TrainSection(processes=3))
+
+
+def test_a_process_group_of_others_outlives_the_step(monkeypatch):
+    """An engine of vLLM's that ran in this process has one, and another engine needs it."""
+    import torch
+    import torch.distributed as dist
+
+    from pipeline.train.step import _processes
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    made_here = not dist.is_initialized()
+    if made_here:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with _processes(torch.get_num_threads()):
+            pass
+        assert dist.is_initialized()
+    finally:
+        if made_here and dist.is_initialized():
+            dist.destroy_process_group()

@@ -22,7 +22,7 @@ QWEN = (  # Qwen3's way: reasoning of turns before the last question is dropped
     "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-KIMI = (  # Kimi-K2.5's way: a finished conversation loses all its reasoning, the generation prompt opens it
+CLOSED = (  # the generation prompt opens the reasoning, a finished conversation has it empty, all in one line
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}<think></think>{% endif %}"
     "{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
 )

@@ -1,4 +1,4 @@
-"""The target of engine `reference`, where its text model is inside a wrapper."""
+"""The target of engine `reference`: latent attention, and a text model inside a wrapper."""
 
 from pathlib import Path
 
@@ -24,6 +24,14 @@ def test_the_text_model_comes_out_of_its_wrapper(kimi_folder: Path, tmp_path: Pa
     with torch.no_grad():
         got, want = (model.eval()(ids).logits for model in (load(kimi_folder), alone))
     torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
+
+
+def test_latent_vectors_are_normed_as_vllm_norms_them(deepseek_folder: Path, kimi_folder: Path):
+    """transformers does it with 1e-6, whatever rms_norm_eps (here 1e-5) says."""
+    for folder in (deepseek_folder, kimi_folder):
+        norms = [module for name, module in load(folder).named_modules() if name.endswith("_a_layernorm")]
+        assert norms
+        assert {norm.variance_epsilon for norm in norms} == {1e-5}
 
 
 def test_quantised_weights_are_refused_before_a_model_is_built(tmp_path: Path):

@@ -12,8 +12,8 @@ from pipeline.prepare.rejects import Rejection
 from pipeline.prepare.render import Rendered, Renderer
 from tests.unit.prepare_tokenizers import (
     CHATML,
+    CLOSED,
     DEEPSEEK,
-    KIMI,
     QWEN,
     SPECIAL,
     STRICT,
@@ -95,7 +95,7 @@ def test_without_reasoning_the_same_template_gives_one_sample():
 @pytest.mark.parametrize(
     ("template", "prompt_end", "expected"),
     [
-        (KIMI, "<think>", "because</think>yes<|im_end|>"),
+        (CLOSED, "<think>", "because</think>yes<|im_end|>"),
         (DEEPSEEK, "<think>\n", "because\n</think>\n\nyes<|im_end|>"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_generation_prompt_that_opens_the_reasoning(make, template, prompt_end
 
 
 def test_an_answer_without_reasoning_after_an_opened_one():
-    tokenizer = fast_tokenizer(KIMI)  # the template closes it at once
+    tokenizer = fast_tokenizer(CLOSED)  # the template closes it at once
     (rendered,) = render(tokenizer, conversation(("u", "why"), ("a", "yes")))
     assert spans(tokenizer, rendered) == ["</think>yes<|im_end|>"]
     (rejection,) = render(fast_tokenizer(DEEPSEEK), conversation(("u", "why"), ("a", "yes")))

@@ -100,6 +100,28 @@ def test_rates_and_lengths_give_hours(kimi, capsys):
     assert "train              10 h 48: 778.2 M tokens in 380,000 steps at 20,000 tok/s" in out
 
 
+def test_rates_of_kimi_are_not_another_targets(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    path = tmp_path / "run.toml"
+    path.write_text(f'name = "x"\n[target]\npath = "{tmp_path}"\n[prepare]\nsources = ["none"]\n')
+    main(["forecast", "--config", str(path)])
+    assert (
+        "extract            unknown: 204.8 M tokens to run; set forecast.prefill_tokens_per_s"
+        in capsys.readouterr().out
+    )
+    main(["forecast", "--config", str(path), "--forecast.prefill_tokens_per_s", "40000"])
+    assert "extract            1 h 25 at 40,000 tok/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "lengths", [{"tokens_per_sample": 3000}, {"tokens_per_sample": 100, "answer_tokens_per_sample": 200}]
+)
+def test_lengths_that_do_not_fit_into_each_other(kimi, capsys, lengths):
+    assert main([*kimi, *(str(part) for key, value in lengths.items() for part in (f"--forecast.{key}", value))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "do not fit into each other" in line
+
+
 def test_finished_steps_are_counted_and_not_forecast(kimi, tmp_path, capsys):
     write_prepared(tmp_path / "runs/kimi/prepared", make_samples([10, 20, 30]))
     assert main(kimi) == 0
