@@ -127,6 +127,16 @@ def test_preflight_fails(unpatched: Path) -> None:
     assert finding.state is State.NOT_APPLICABLE
 
 
+def test_preflight_asks_this_environment_too_where_another_one_evaluates(
+    unpatched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve` runs here, whatever evaluate.python says."""
+    gap, elsewhere = engine.eagle3_gap, "/elsewhere/python"
+    monkeypatch.setattr(engine, "eagle3_gap", lambda target, python: None if python == elsewhere else gap(target))
+    finding = step.draft_engine(Facts(load(unpatched, {"evaluate": {"python": elsewhere}})))
+    assert finding.state is State.FAIL
+
+
 def test_preflight_passes_with_the_patches(unpatched: Path, vllm_site: Path) -> None:
     assert released.run(vllm_site, "apply", "vllm").returncode == 0
     finding = step.draft_engine(Facts(load(unpatched, {})))

@@ -224,3 +224,22 @@ def test_a_parquet_file_of_something_else(tmp_path):
 def test_an_empty_folder(tmp_path):
     with pytest.raises(InputError, match="without a"):
         rows(tmp_path)
+
+
+def test_a_data_set_out_of_reach_is_told_by_its_first_cause(monkeypatch):
+    """What wraps it is a screenful about retries, and says nothing of what to do."""
+    from huggingface_hub import HfApi
+
+    def out_of_reach(*_arguments, **_more):
+        try:
+            try:
+                raise OSError("Name or service not known")
+            except OSError as error:
+                raise ConnectionError("HTTPSConnectionPool(host='hub', port=443)") from error
+        except ConnectionError:
+            raise RuntimeError("Max retries exceeded")  # noqa: B904  as requests does
+
+    monkeypatch.setattr(HfApi, "dataset_info", out_of_reach)
+    (source,) = open_sources(["owner/name"])
+    with pytest.raises(InputError, match=r"as a data set: Name or service not known\. .* put files into data/"):
+        source.identity()
