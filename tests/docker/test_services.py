@@ -48,6 +48,13 @@ def test_evaluate_and_report(checkout, trained):
     assert "runs/few/checkpoints/best" in told
 
 
+def test_forecast_of_kimi_without_network_or_model(checkout):
+    """Its shapes are in the image. Whether it fits is this machine's matter."""
+    told = checkout.run("make", "forecast", "CONFIG=configs/kimi-k2.5.toml", check=False).stdout
+    assert "hidden states      6,881.9 GB in bfloat16" in told
+    assert "memory of a GPU in GiB (8 x 95.5)" in told
+
+
 def test_a_step_that_fails_fails_the_command(checkout, trained):
     """Each with the exit code of the step itself, where the command can pass it on."""
     wrong = {"AERIE_CONFIG": "configs/wrong.toml"}

@@ -368,7 +368,7 @@ def test_held_out_prompts_are_asked_in_the_same_way(targets, tmp_path, monkeypat
     assert (question.prompts, rejected) == ([ids_of([*USER_TURN, *begin])], 0)
     monkeypatch.setattr(Target, "fingerprint", "f")
     inputs = step._inputs(config, targets[thinking], "t", "reference")
-    assert inputs.get("thinking", "none") == ("none" if thinking is None else thinking)
+    assert inputs["thinking"] is thinking
 
 
 def test_the_target_tells_all_its_control_tokens(targets):
@@ -454,7 +454,7 @@ def test_the_step(prepare, tmp_path, capsys):
     assert [(line["row"], line["code"]) for line in rejected] == [(4, "duplicate"), (5, "content")]
     assert rejected[1]["reason"] == "message 1: only text can be used, this has image_url"
     manifest = json.loads((out / "manifest.json").read_text())
-    assert "thinking" not in manifest["inputs"]  # runs from before this key keep theirs
+    assert manifest["inputs"]["thinking"] is None
     assert prepare(*ROWS, flags=("--target.thinking", "false")) == 3
     assert "thinking" in capsys.readouterr().err
 
