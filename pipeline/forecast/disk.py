@@ -13,6 +13,7 @@ from pipeline.forecast.data import Data
 from pipeline.forecast.training import TrainingMemory
 from pipeline.forecast.weights import TargetWeights
 from pipeline.preflight.inputs import is_hub_name, local_folder, weight_bytes
+from pipeline.store.records import DAMAGED
 from pipeline.store.states import shard_bytes
 from pipeline.target import Target
 
@@ -35,13 +36,14 @@ class Place:
 
 def hidden_bytes(data: Data, target: Target, config: Run, item_bytes: int) -> int:
     """All shards of hidden/, in states of so many bytes a number."""
-    total, lengths, tokens, names = 0, [], 0, 0
+    total = samples = tokens = names = 0
 
     def close() -> int:
-        if not lengths:
+        if not samples:
             return 0
         return shard_bytes(
-            lengths,
+            samples,
+            tokens,
             names,
             aux_layers=target.aux_layers(config.extract.aux_layers),
             last_layer=target.num_layers,
@@ -52,8 +54,8 @@ def hidden_bytes(data: Data, target: Target, config: Run, item_bytes: int) -> in
     for length, its_names in zip(data.tokens_N.tolist(), data.names_bytes_N.tolist(), strict=True):
         if tokens + length > config.extract.shard_tokens:  # as pipeline.extract.plan does
             total += close()
-            lengths, tokens, names = [], 0, 0
-        lengths.append(length)
+            samples = tokens = names = 0
+        samples += 1
         tokens += length
         names += its_names
     return total + close()
@@ -110,5 +112,6 @@ def places(wanted: list[tuple[Path, float]]) -> list[Place]:
 
 
 def written_bytes(folder: Path) -> int:
-    """Size of the files that a step has in its folder already."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    """Size of the files that a step has in its folder already; those that it will make again are not counted."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_size for path in files if DAMAGED not in path.name)
