@@ -139,8 +139,8 @@ def _print_closing_line(job: Job, progress: Progress, mine: list[Planned]) -> No
     of = "" if job.part.is_whole else f"part {job.part}: "
     speed = f"{progress.tokens_per_s:,.0f} tok/s{first}"
     print(
-        f"extract  {of}{counts.samples:,} samples, {scaled(counts.tokens)}tok in {clock(progress.elapsed_s)} ({speed}), "
-        f"{scaled(counts.written_bytes)}B in {len(mine)} shards: {job.folder}"
+        f"extract  {of}{counts.samples:,} samples, {scaled(counts.tokens)}tok in {clock(progress.elapsed_s)} ({speed})"
+        f", {scaled(counts.written_bytes)}B in {len(mine)} shards: {job.folder}"
     )
     if not job.part.is_whole:
         print("extract  when all parts are done: python -m pipeline merge, with the same --config")

@@ -13,7 +13,7 @@ from pipeline.extract.engines import Captured
 from pipeline.store import exclusive
 from pipeline.store.samples import Sample
 from tests.extraction import FILES, LENGTHS, SHARD_TOKENS, StandIn, extract, killed_at
-from tests.runs import contents, make_samples, write_run
+from tests.runs import contents, damaged, make_samples, write_run
 
 # ---- Interruptions
 
@@ -71,6 +71,7 @@ def test_damaged_shard_of_an_unfinished_folder_is_made_again(
     assert extract(config) == 0
     assert contents(hidden) == undisturbed
     assert f"to be made again ({FILES[0]}" in capsys.readouterr().out
+    assert damaged(hidden) == ([] if "record" in damage else [f"{FILES[0]}.damaged-1"])
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "foreign"])
