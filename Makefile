@@ -35,6 +35,9 @@ endif
 test: setup .venv-serve/.complete ## All tests that need no Docker, on the real engine, in 12 minutes (ARGS="-k states")
 	$(RUN) -m pytest $(ARGS)
 
+soak: setup ## kill -9 at a thousand random moments against extract: nothing may be lost (ARGS="--kills 5000"); 3 minutes
+	$(RUN) -m tests.soak $(ARGS)
+
 ##@ The image (docker/image.sh says more)
 build: ## Build it (VLLM=release: when the nightly is gone; VLLM=cpu: without GPU) and have the services run it
 	docker/image.sh build
@@ -71,7 +74,7 @@ shell: ## A shell in the image, with its GPUs and folders
 setup: .venv/.complete ## Make .venv: the locked packages, speculators and vLLM patched
 check: setup ## Lint, types, patches, and every call into vLLM against the signatures of both builds
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
-	.venv/bin/hadolint docker/Dockerfile && .venv/bin/shellcheck -x docker/*.sh .ci/*
+	.venv/bin/hadolint docker/Dockerfile && .venv/bin/shellcheck -x docker/*.sh .ci/* deploy/slurm/*.sbatch
 	for package in $(PATCHED); do $(RUN) pipeline/patching.py verify "$$package"; done
 	$(RUN) -m pipeline.preflight.contract
 
@@ -114,5 +117,5 @@ $(UV): $(LOCKS)/uv.txt
 	touch $@
 
 .NOTPARALLEL:
-.PHONY: help demo test build push pull test-docker preflight prepare extract vocab train evaluate forecast report serve \
+.PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast report serve \
   board shell setup check lock clean

@@ -88,7 +88,7 @@ def _ended_or_killed(child: int, after_s: float) -> int:
 
 
 def _check_kept(hidden: Path, broken: set[str]) -> int:
-    """What a record says must be so, but for what was `broken`: nothing finished may be lost. Returns the bytes read."""
+    """What a record says must be so, but for what was `broken`: nothing is lost. Returns the bytes read."""
     size = 0
     for record in hidden.glob("shard-*.json"):
         shard = record.with_suffix(".safetensors")
