@@ -61,6 +61,8 @@ preflight prepare extract vocab train evaluate:
 	$(STEP) $@ $(ARGS)
 forecast: ## What a run will need, before anything is downloaded: disk, hours, memory of a GPU
 	$(STEP) --entrypoint 'python -m pipeline forecast' vocab $(ARGS)
+merge: ## Finish hidden/ when several jobs have extracted its parts (--extract.shard i/n)
+	$(STEP) --entrypoint 'python -m pipeline merge' vocab $(ARGS)
 report: ## What each step of a run has made, and what the draft is worth
 	$(STEP) --entrypoint 'python -m pipeline report' vocab $(ARGS)
 serve: ## vLLM's OpenAI server with the draft, on 127.0.0.1:8000
@@ -117,5 +119,5 @@ $(UV): $(LOCKS)/uv.txt
 	touch $@
 
 .NOTPARALLEL:
-.PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast report serve \
+.PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast merge report serve \
   board shell setup check lock clean

@@ -36,7 +36,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if (old := signal.getsignal(number)) is not signal.SIG_IGN:
-                    self._old[number] = old
+                    self._old[number] = old or signal.SIG_DFL  # None: not Python's
                     signal.signal(number, self._first)
             self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._too_long)
         return self
