@@ -50,9 +50,8 @@ def exclusive_part(folder: Path, step: str, number: int, count: int) -> Iterator
             if not _taken(part, fcntl.LOCK_EX) and (time.sleep(PROBE_S) or not _taken(part, fcntl.LOCK_EX)):
                 raise _in_use(f"{step}: part {number}/{count} of {folder}", _text(part))
             _sign(part)
-            _refuse_other_split(
-                folder, step, count
-            )  # after our own lock: of two that begin at once, one sees the other
+            # After our own lock: of two that begin at once, one sees the other
+            _refuse_other_split(folder, step, count)
             yield
 
 
