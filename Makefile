@@ -35,6 +35,9 @@ endif
 test: setup .venv-serve/.complete ## All tests that need no Docker, on the real engine, in 12 minutes (ARGS="-k states")
 	$(RUN) -m pytest $(ARGS)
 
+soak: setup ## kill -9 at a thousand random moments against extract: nothing may be lost (ARGS="--kills 5000"); 3 minutes
+	$(RUN) -m tests.soak $(ARGS)
+
 ##@ The image (docker/image.sh says more)
 build: ## Build it (VLLM=release: when the nightly is gone; VLLM=cpu: without GPU) and have the services run it
 	docker/image.sh build
@@ -58,6 +61,8 @@ preflight prepare extract vocab train evaluate:
 	$(STEP) $@ $(ARGS)
 forecast: ## What a run will need, before anything is downloaded: disk, hours, memory of a GPU
 	$(STEP) --entrypoint 'python -m pipeline forecast' vocab $(ARGS)
+merge: ## Finish hidden/ when several jobs have extracted its parts (--extract.shard i/n)
+	$(STEP) --entrypoint 'python -m pipeline merge' vocab $(ARGS)
 report: ## What each step of a run has made, and what the draft is worth
 	$(STEP) --entrypoint 'python -m pipeline report' vocab $(ARGS)
 serve: ## vLLM's OpenAI server with the draft, on 127.0.0.1:8000
@@ -71,7 +76,7 @@ shell: ## A shell in the image, with its GPUs and folders
 setup: .venv/.complete ## Make .venv: the locked packages, speculators and vLLM patched
 check: setup ## Lint, types, patches, and every call into vLLM against the signatures of both builds
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
-	.venv/bin/hadolint docker/Dockerfile && .venv/bin/shellcheck -x docker/*.sh .ci/*
+	.venv/bin/hadolint docker/Dockerfile && .venv/bin/shellcheck -x docker/*.sh .ci/* deploy/slurm/*.sbatch
 	for package in $(PATCHED); do $(RUN) pipeline/patching.py verify "$$package"; done
 	$(RUN) -m pipeline.preflight.contract
 
@@ -114,5 +119,5 @@ $(UV): $(LOCKS)/uv.txt
 	touch $@
 
 .NOTPARALLEL:
-.PHONY: help demo test build push pull test-docker preflight prepare extract vocab train evaluate forecast report serve \
+.PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast merge report serve \
   board shell setup check lock clean

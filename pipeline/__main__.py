@@ -8,18 +8,20 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
 from pipeline.config import Run, load
-from pipeline.errors import NO_ROOM, ConfigError, SpaceError, UserError
+from pipeline.errors import NO_ROOM, ConfigError, SpaceError, Stopped, UserError
 
 STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     # name: (module with run(config: Run) -> None, one line, sections whose keys the step reads)
     "prepare": ("pipeline.prepare", "conversations to token ids and loss masks", ("target", "prepare")),
     "extract": ("pipeline.extract", "the target's hidden states for every token", ("target", "extract")),
+    "merge": ("pipeline.extract.merge", "finish hidden/ when jobs have extracted all its parts", ("target", "extract")),
     "vocab": ("pipeline.vocab", "choose the words that the draft can say", ("target", "vocab")),
     "train": ("pipeline.train", "train the draft", ("target", "train")),
     "evaluate": ("pipeline.evaluate", "acceptance length on held-out prompts", ("target", "evaluate")),
@@ -36,6 +38,7 @@ STEPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 DEMO_CONFIG = Path("configs/smollm2-135m.toml")
 TOOLS: dict[str, tuple[str, str]] = {
     # without a configuration. name: (module with add_arguments(parser) and run(options) -> exit code, one line)
+    "verify": ("pipeline.verify", "whether the files of a run are what was written: checksums, at the disk's speed"),
     "versions": ("pipeline.versions", "what this environment holds: packages, patches; whether it is as built"),
 }
 
@@ -51,9 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
     options = vars(parsed)
     step, config_file = options.pop("step"), options.pop("config", None)
+    if step in TOOLS:
+        return _told(step, lambda: importlib.import_module(TOOLS[step][0]).run(parsed))
     try:
-        if step in TOOLS:
-            return importlib.import_module(TOOLS[step][0]).run(parsed)
         config = load(config_file, _nested(options))
     except UserError as error:
         print(error, file=sys.stderr)
@@ -68,8 +71,13 @@ def run_step(step: str, config: Run) -> int:
     another process wants the cores. OpenMP reads that when torch is imported, which only the steps do.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    return _told(step, lambda: importlib.import_module(STEPS[step][0]).run(config))
+
+
+def _told(step: str, run: Callable[[], int | None]) -> int:
+    """Run it, with errors told in a line. Returns its exit code, or the error's."""
     try:
-        importlib.import_module(STEPS[step][0]).run(config)
+        return run() or 0
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -78,10 +86,9 @@ def run_step(step: str, config: Run) -> int:
             raise
         print(f"{step}: no room left on the disk ({error}). Make room, run it again: it goes on", file=sys.stderr)
         return SpaceError.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print(f"{step}: stopped. Run it again: it goes on", file=sys.stderr)
-        return 130
-    return 0
+        return stopped.exit_code if isinstance(stopped, Stopped) else 130
 
 
 class _Parser(argparse.ArgumentParser):

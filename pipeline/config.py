@@ -94,6 +94,21 @@ class ExtractSection(Section):
     """Samples in one forward pass."""
     shard_tokens: Count = 65536
     """Tokens in one shard file, about. Kimi in bf16: 57,344 bytes a token, so 3.8 GB a shard."""
+    shard: str | None = Field(default=None, pattern=r"^\d+/\d+$")
+    """`i/n`, from 1/n to n/n: do part i of n, beside other jobs that do theirs in the same folder. When all are done,
+    `merge` checks the whole and finishes it. Default: all of it."""
+    progress_json: str | None = None
+    """A file to which progress is appended as JSON, one object a line, or `-` for stderr. docs/formats.md names the
+    keys."""
+
+    @field_validator("shard")
+    @classmethod
+    def _part_of_the_whole(cls, value: str | None) -> str | None:
+        if value is not None:
+            number, count = (int(text) for text in value.split("/"))
+            if not 1 <= number <= count:
+                raise ValueError("must be i/n with i from 1 to n")
+        return value
 
     @field_validator("aux_layers")
     @classmethod

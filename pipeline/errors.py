@@ -2,6 +2,7 @@
 
 0  done            2  configuration or usage     3  folder made with other settings
 1  a fault of ours 4  unusable input or model    5  disk without room
+130 stopped by SIGINT (Ctrl-C)  143 stopped by SIGTERM: 128 and the signal's number, as shells have it
 
 `versions` ends with 1 where something differs, `preflight` with 4 where a check failed,
 `forecast` with 4 where something does not fit.
@@ -41,3 +42,11 @@ class SpaceError(UserError):
     """A disk without room for what is to be written."""
 
     exit_code = 5
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM has asked this process to end, and it has brought to an end what it had in hand."""
+
+    def __init__(self, signal_number: int):
+        super().__init__(signal_number)
+        self.exit_code = 128 + signal_number

@@ -2,7 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,14 @@ import torch
 
 from pipeline.__main__ import main
 from pipeline.extract.engines import Captured
+from pipeline.store import atomic, tensors
 from pipeline.store.samples import Sample
 
 HIDDEN, NUM_LAYERS = 16, 8
 LENGTHS = [30, 1, 50, 20, 45, 60, 5, 5]
 SHARD_TOKENS = 60
 FILES = [f"shard-{n:05d}.safetensors" for n in range(6)]
+MANIFEST = "manifest.json"
 
 
 class StandIn:
@@ -69,3 +73,99 @@ def killed_at(config: Path, event: int) -> bool:
         return True
     assert os.WEXITSTATUS(status) == 0
     return False
+
+
+class Slow(StandIn):
+    """A stand-in that takes its time, so that there is a moment to end it in."""
+
+    def fault(self, captured: Captured, sample: Sample) -> Captured:
+        time.sleep(0.002)
+        return captured
+
+
+def in_child(work: Callable[[], int | None]) -> int:
+    """Start `work` in a process of its own, silent; its result is the exit code. Returns the process id."""
+    child = os.fork()
+    if child:
+        return child
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    sys.stdout, sys.stderr = open(os.devnull, "w"), open(os.devnull, "w")  # noqa: SIM115, PTH123
+    code = 70
+    try:
+        code = work() or 0
+    finally:
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """Wait for a child: its exit code, or the negative number of the signal that ended it."""
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+POINTS = [
+    "while states are computed",
+    "in the middle of the temporary file",
+    "after the temporary file",
+    "before the rename",
+    "before the record",
+    "after the record",
+    "before the manifest",
+    "after the manifest",
+]
+"""Moments of the third shard, and of the end."""
+
+
+def killed_in(config: Path, point: str) -> None:
+    """Run the step in a child that kills itself at one of POINTS."""
+
+    def work() -> int:
+        _arm(point)
+        return extract(config)
+
+    assert ended(in_child(work)) == -signal.SIGKILL, f"not killed {point}"
+
+
+def _arm(point: str) -> None:
+    """In the child: replace what `point` names by something that kills the process there."""
+    rename, sync, save = os.replace, atomic.sync, tensors.save_file
+    before = {"before the rename": FILES[2], "before the record": "shard-00002.json", "before the manifest": MANIFEST}
+    after = {"after the record": "shard-00002.json", "after the manifest": MANIFEST}
+
+    def replace(source, destination, **keywords):
+        name = Path(destination).name
+        if before.get(point) == name:
+            kill_myself()
+        rename(source, destination, **keywords)
+        if after.get(point) == name:
+            kill_myself()
+
+    def sync_or_die(path: Path) -> None:
+        if path.name == f".{FILES[2]}.tmp":
+            kill_myself()
+        sync(path)
+
+    def save_half(tensors, path: Path, metadata) -> None:
+        save(tensors, path, metadata)
+        if path.name == f".{FILES[2]}.tmp":
+            os.truncate(path, path.stat().st_size // 2)
+            kill_myself()
+
+    def fault(self, captured: Captured, sample: Sample) -> Captured:
+        if sample.sample_id == "sample-3":
+            kill_myself()
+        return captured
+
+    os.replace = replace
+    if point == "after the temporary file":
+        atomic.sync = sync_or_die
+    elif point == "in the middle of the temporary file":
+        tensors.save_file = save_half
+    elif point == "while states are computed":
+        StandIn.fault = fault

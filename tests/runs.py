@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.store import finish
+from pipeline.store.records import DAMAGED
 from pipeline.store.samples import Sample, write_samples
 
 CONFIG = """
@@ -58,9 +59,15 @@ def write_run(
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """File name -> checksum; the lock file, which holds the last writer's process id, is left out."""
+    """File name -> checksum; left out are the lock file, which holds the last writer's process id, and files that were
+    moved aside because they were damaged."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.iterdir())
-        if path.name != ".lock"
+        if path.name != ".lock" and DAMAGED not in path.name
     }
+
+
+def damaged(folder: Path) -> list[str]:
+    """Names of the files that were moved aside."""
+    return sorted(path.name for path in folder.glob(f"*{DAMAGED}*"))

@@ -1,18 +1,19 @@
 """Which samples go into which shard, and which shards are done.
 
-The split depends on the samples and on `shard_tokens` alone, so a resumed run makes the same files. Each finished
-shard has a record beside it, `shard-00000.json`, written after it; a shard counts as done when its record belongs
-to this run and its bytes have the recorded checksum. Everything else is made again.
+The split depends on the samples and on `shard_tokens` alone, so a resumed run makes the same files, and so do several
+jobs that take a part of the shards each. A shard counts as done when its record (pipeline.store.records) belongs to
+this run and its bytes have the recorded checksum. Everything else is made again.
 """
 
-import json
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from pipeline.errors import InputError
-from pipeline.store import Manifest, Shard, file_sha256, write_json
+from pipeline.store import Manifest, Shard
+from pipeline.store.records import altered, move_aside, read_record, write_record
 from pipeline.store.samples import Sample, read_samples
 from pipeline.store.states import check_shard
 
@@ -25,11 +26,8 @@ class Planned:
     samples: int
     tokens: int
     supervised: int
-
-    @property
-    def record(self) -> str:
-        """Name of the file that says that the shard is finished."""
-        return self.file.removesuffix(".safetensors") + ".json"
+    names_bytes: int
+    """Of all sample and conversation ids, in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +61,25 @@ class Limits:
 def plan(prepared: Path, shard_tokens: int, limits: Limits) -> list[Planned]:
     """Split the prepared samples, in their order, into shards of at most `shard_tokens` tokens (or one sample).
 
-    Reads all samples once, holds one of them and two numbers of each. Raises InputError for a sample that the target
-    cannot take, or for none at all.
+    Reads all samples once, holds one of them and three numbers of each. Raises InputError for a sample that the
+    target cannot take, or for none at all.
     """
     lengths: list[int] = []
     supervised: list[int] = []
+    names_bytes: list[int] = []
     for sample in read_samples(prepared):
         limits.check(sample)
         lengths.append(len(sample.input_ids_S))
         supervised.append(int(sample.loss_mask_S.sum()))
+        names_bytes.append(len(sample.sample_id.encode()) + len(sample.conversation_id.encode()))
     shards = [
-        Planned(f"shard-{number:05d}.safetensors", len(lengths[part]), sum(lengths[part]), sum(supervised[part]))
+        Planned(
+            file=f"shard-{number:05d}.safetensors",
+            samples=len(lengths[part]),
+            tokens=sum(lengths[part]),
+            supervised=sum(supervised[part]),
+            names_bytes=sum(names_bytes[part]),
+        )
         for number, part in enumerate(split(lengths, shard_tokens))
     ]
     if not shards:
@@ -93,60 +99,61 @@ def split(lengths: list[int], shard_tokens: int) -> Iterator[slice]:
         yield slice(first, len(lengths))
 
 
-def remaining(prepared: Path, planned: list[Planned], done: dict[str, Shard]) -> Iterator[tuple[Planned, list[Sample]]]:
-    """Each shard that is not done, with its samples; the memory of one shard's ids."""
+def remaining(prepared: Path, planned: list[Planned], todo: set[str]) -> Iterator[tuple[Planned, list[Sample]]]:
+    """Each shard whose file is in `todo`, with its samples; the memory of one shard's ids."""
     samples = read_samples(prepared)
     for shard in planned:
         its_samples = list(islice(samples, shard.samples))
-        if shard.file not in done:
+        if shard.file in todo:
             yield shard, its_samples
 
 
 def record(folder: Path, planned: Planned, shard: Shard, run_key: str) -> None:
     """Say that a shard is finished."""
-    write_json(folder / planned.record, {"run_key": run_key, **asdict(shard)})
+    assert (shard.file, shard.samples, shard.tokens) == (planned.file, planned.samples, planned.tokens)
+    write_record(folder, shard, run_key)
 
 
-def verified(folder: Path, planned: list[Planned], run_key: str) -> tuple[dict[str, Shard], list[str]]:
-    """The finished shards by file name, and the files that are there but must be made again.
+@dataclass(frozen=True)
+class Found:
+    """What an earlier run left: the finished shards by file name, files that must be made again, and the names under
+    which those of them are kept that are not what was written."""
 
-    Reads every finished shard once, for its checksum.
-    """
+    done: dict[str, Shard]
+    again: list[str]
+    aside: list[str]
+
+
+def verified(folder: Path, planned: list[Planned], run_key: str) -> Found:
+    """Look at the files of `planned`. Reads every finished shard once, for its checksum; moves damaged ones aside."""
+    there = {item.file for item in planned if (folder / item.file).is_file()}
     done: dict[str, Shard] = {}
-    again: list[str] = []
     for item in planned:
-        path = folder / item.file
-        shard = _recorded(folder / item.record, item, run_key)
-        if not path.is_file():
-            again += [item.file] if shard else []
-        elif shard and path.stat().st_size == shard.size_bytes and file_sha256(path) == shard.sha256:
+        shard = read_record(folder, item.file, run_key)
+        if shard and (shard.samples, shard.tokens) == (item.samples, item.tokens):
             done[item.file] = shard
-        else:
-            again.append(item.file)
-    return done, again
+    wrong = altered(folder, list(done.values()))
+    again = [item.file for item in planned if item.file in wrong or (item.file in there and item.file not in done)]
+    done = {file: shard for file, shard in done.items() if file not in wrong}
+    return Found(done, again, move_aside(folder, wrong))
 
 
-def _recorded(path: Path, planned: Planned, run_key: str) -> Shard | None:
-    try:
-        value = json.loads(path.read_bytes())
-        own = value.pop("run_key") == run_key
-        shard = Shard(**value)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent or torn: then it says nothing
-        return None
-    fits = (shard.file, shard.samples, shard.tokens) == (planned.file, planned.samples, planned.tokens)
-    return shard if own and fits else None
+OLD_S = 3600.0
+"""A temporary file untouched for so long belongs to no part that is at work: a shard takes seconds to write."""
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process left half-written. Every temporary file's name begins with a dot."""
+def remove_leftovers(folder: Path, planned: list[Planned], *, alone: bool) -> None:
+    """Remove what a killed process left half-written. Every temporary file's name begins with a dot.
+
+    Beside other parts (not `alone`) those of our own shards, and old ones: safetensors names its own at random.
+    """
+    own = {f".{name}.tmp" for shard in planned for name in (shard.file, Path(shard.file).stem + ".json")}
     for path in folder.glob(".*tmp*"):
-        path.unlink()
-
-
-def remove_records(folder: Path, shards: list[Shard]) -> None:
-    """Remove the shards' records, which the manifest has replaced."""
-    for shard in shards:
-        (folder / shard.file).with_suffix(".json").unlink(missing_ok=True)
+        try:
+            if alone or path.name in own or time.time() - path.stat().st_mtime > OLD_S:
+                path.unlink()
+        except FileNotFoundError:  # another part's, finished meanwhile
+            continue
 
 
 def reopen(folder: Path, manifest: Manifest) -> list[str]:
@@ -162,6 +169,6 @@ def reopen(folder: Path, manifest: Manifest) -> list[str]:
             errors.append(str(error))
     if errors:
         for shard in manifest.shards:
-            write_json((folder / shard.file).with_suffix(".json"), {"run_key": manifest.run_key, **asdict(shard)})
+            write_record(folder, shard, manifest.run_key)
         (folder / "manifest.json").unlink()
     return errors

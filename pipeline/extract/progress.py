@@ -1,71 +1,241 @@
-"""Progress of an extraction: one line, renewed on a terminal, printed every 30 s elsewhere."""
+"""Progress of an extraction, told by a thread of its own, so that a step that hangs is seen to hang.
 
+A bar on a terminal; elsewhere a line every 30 s. For other programs JSON lines as well (`extract.progress_json`); on
+stderr they take the place of the lines. docs/formats.md says what is in them.
+"""
+
+import contextlib
 import shutil
 import sys
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from pipeline.extract.gpu_use import GpuMonitor, GpuUse
 from pipeline.progress import LOG_INTERVAL_S, clock, scaled
+from pipeline.store.json_lines import JsonLines
+
+BAR_INTERVAL_S = 0.5
+JSON_INTERVAL_S = 5.0
+FIRST_BURST_S = 0.5
+"""The first samples come together, after a forward pass that compiles and warms up: the speed is counted after them."""
+
+
+@dataclass
+class Counts:
+    """What is to be done, and what is done; what an earlier run has done is in `done_`, but not in the speed."""
+
+    samples: int
+    tokens: int
+    shards: int = 0
+    done_samples: int = 0
+    done_tokens: int = 0
+    done_shards: int = 0
+    written_bytes: int = 0
+
+
+@dataclass
+class Speed:
+    """Tokens per second after the first ones, and the time until those came."""
+
+    begun_s: float
+    first_s: float | None = None
+    tokens: int = 0
+    steady_tokens: int = 0
+    """Those after the first burst."""
+
+    def add(self, tokens: int, now_s: float) -> None:
+        if self.first_s is None:
+            self.first_s = now_s
+        self.tokens += tokens
+        if now_s - self.first_s > FIRST_BURST_S:
+            self.steady_tokens += tokens
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Since the first ones; of all, while there are no others."""
+        if self.first_s is None:
+            return 0.0
+        if self.steady_tokens:
+            return self.steady_tokens / (now_s - self.first_s)
+        return self.tokens / max(now_s - self.begun_s, 1e-9)
 
 
 @dataclass
 class Progress:
-    """Counts samples and tokens; what an earlier run has done counts as done, but not for the speed."""
+    """Counted by the step (`begin`, `advance`, `shard_done`), shown by a thread until `close`."""
 
     folder: Path
-    samples: int
-    tokens: int
-    done_samples: int = 0
-    done_tokens: int = 0
-    written_bytes: int = 0
-    _start: float = field(default_factory=time.monotonic)
-    _shown: float = field(default_factory=time.monotonic)
-    _new_tokens: int = 0
+    counts: Counts
+    part: str = "1/1"
+    json: JsonLines | None = None
+    json_on_stderr: bool = False
+    now: Callable[[], float] = time.monotonic
+    gpus: GpuMonitor | None = None
+    start_s: float | None = None
+    """What the engine took to start."""
+    _opened_s: float = field(init=False)
+    _speed: Speed | None = None
     _bar: "tqdm | None" = None
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+    _logged_s: float = field(init=False)
+    _json_s: float = field(init=False)
+    _told_first: bool = False
 
     def __post_init__(self) -> None:
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=0, bar_format="{desc}", leave=False)
+        self._opened_s = self._logged_s = self._json_s = self.now()
+
+    def open(self) -> None:
+        """Show from here on, the engine's start included."""
+        if self.gpus is None:
+            self.gpus = GpuMonitor()
+        if sys.stderr.isatty() and not self.json_on_stderr:
+            self._bar = tqdm(total=self.counts.tokens, initial=self.counts.done_tokens, leave=False, dynamic_ncols=True,
+                             bar_format="extract {percentage:3.0f}%|{bar:12}| {desc}")  # fmt: skip
+        self._tell("start")
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._thread.start()
 
     def begin(self) -> None:
         """The engine is ready: time counts from here."""
-        self._start = self._shown = time.monotonic()
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._start
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._new_tokens / max(self.elapsed_s, 1e-9)
+        now = self.now()
+        self.start_s = now - self._opened_s
+        self._speed = Speed(now)
+        self._tell("ready")
 
     def advance(self, tokens: int) -> None:
         """One sample more."""
-        self.done_samples += 1
-        self.done_tokens += tokens
-        self._new_tokens += tokens
-        if self._bar is not None:  # samples come in bursts, a group at a time: the last one must show
-            self._bar.set_description_str(self.line())
-        elif time.monotonic() - self._shown >= LOG_INTERVAL_S:
-            self._shown = time.monotonic()
-            print(self.line(), file=sys.stderr, flush=True)
+        self.counts.done_samples += 1
+        self.counts.done_tokens += tokens
+        if self._speed is not None:
+            self._speed.add(tokens, self.now())
 
-    def line(self) -> str:
-        left_s = (self.tokens - self.done_tokens) / max(self.tokens_per_s, 1e-9)
-        return "  ".join(
-            [
-                "extract",
-                f"{self.done_samples:,}/{self.samples:,} samples",
-                f"{scaled(self.done_tokens)}tok",
-                f"{self.tokens_per_s:,.0f} tok/s",
-                f"{scaled(self.written_bytes)}B written, {scaled(shutil.disk_usage(self.folder).free)}B free",
-                f"{clock(self.elapsed_s)} elapsed, about {clock(left_s)} left",
-            ]
-        )
+    def shard_done(self, size_bytes: int) -> None:
+        """One file more."""
+        self.counts.done_shards += 1
+        self.counts.written_bytes += size_bytes
+        self._tell("shard")
 
-    def close(self) -> None:
+    def close(self, outcome: str = "done") -> None:
+        """Show no more. `outcome` is told to other programs; harmless when called twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._bar is not None:
             self._bar.close()
+        self._tell("end", outcome=outcome)
+        if self.json is not None:
+            self.json.close()
+
+    # ---- What is known
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the engine was ready."""
+        return self.now() - self._speed.begun_s if self._speed else 0.0
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From the engine's being ready to the first sample's states."""
+        if self._speed is None or self._speed.first_s is None:
+            return None
+        return self._speed.first_s - self._speed.begun_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._speed.tokens_per_s(self.now()) if self._speed else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        speed = self.tokens_per_s
+        return (self.counts.tokens - self.counts.done_tokens) / speed if speed else None
+
+    def line(self) -> str:
+        """All of it for a person."""
+        counts = self.counts
+        if self._speed is None:
+            return f"extract  the engine is starting  {clock(self.now() - self._opened_s)} elapsed"
+        parts = [
+            "extract" if self.part == "1/1" else f"extract {self.part}",
+            f"{counts.done_samples:,}/{counts.samples:,} samples",
+            f"{scaled(counts.done_tokens)}tok",
+            f"{self.tokens_per_s:,.0f} tok/s",
+            *_gpu_text(self.gpus.read() if self.gpus else []),
+            f"{scaled(counts.written_bytes)}B written, {scaled(self._free())}B free",
+            f"{clock(self.elapsed_s)} elapsed" + (f", about {clock(self.left_s)} left" if self.left_s else ""),
+        ]
+        return "  ".join(parts)
+
+    def facts(self, event: str) -> dict[str, Any]:
+        """The same for a program."""
+        return {
+            "event": event,
+            "time": round(time.time(), 3),
+            "step": "extract",
+            "part": self.part,
+            **asdict(self.counts),
+            "start_s": _rounded(self.start_s),
+            "first_token_s": _rounded(self.first_token_s),
+            "elapsed_s": _rounded(self.elapsed_s),
+            "left_s": _rounded(self.left_s),
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "free_bytes": self._free(),
+            "gpus": [asdict(gpu) for gpu in (self.gpus.read() if self.gpus else [])],
+        }
+
+    # ---- The thread
+
+    def _run(self) -> None:
+        while not self._closed.wait(BAR_INTERVAL_S):
+            with contextlib.suppress(FileNotFoundError):  # a folder that someone takes away is the step's to tell of
+                self.tick()
+
+    def tick(self) -> None:
+        """Show what is due."""
+        now = self.now()
+        if not self._told_first and self.first_token_s is not None and self.start_s is not None:
+            self._told_first = True
+            text = (
+                f"extract  the engine started in {clock(self.start_s)}, first states {self.first_token_s:.1f} s later"
+            )
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stderr)
+            elif not self.json_on_stderr:
+                print(text, file=sys.stderr, flush=True)
+        if self._bar is not None:
+            self._bar.n = self.counts.done_tokens
+            self._bar.set_description_str(self.line().removeprefix("extract").strip())
+        elif now - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = now
+            if not self.json_on_stderr:
+                print(self.line(), file=sys.stderr, flush=True)
+        if now - self._json_s >= JSON_INTERVAL_S:
+            self._json_s = now
+            self._tell("progress")
+
+    def _tell(self, event: str, **more: Any) -> None:
+        if self.json is not None:
+            self.json.write({**self.facts(event), **more})
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
+
+def _gpu_text(used: list[GpuUse]) -> list[str]:
+    """`GPU 97 %, 71 GiB`, of several the mean and the fullest."""
+    if not used:
+        return []
+    percent = sum(gpu.percent for gpu in used) / len(used)
+    name = "GPU" if len(used) == 1 else f"{len(used)} GPUs"
+    return [f"{name} {percent:.0f} %, {max(gpu.memory_bytes for gpu in used) / 2**30:.0f} GiB"]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -6,6 +6,7 @@ Prompts go in groups of about `max_batched_tokens` tokens, which bounds what tra
 
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ class SpeculatorsEngine:
             raise InputError(
                 f"extract: vLLM does not start on {target.folder}: a worker died while loading, its own error is above"
             ) from error
+        # Ctrl-C at a terminal reaches all processes, and the workers are to finish the shard in hand. They end with us:
+        # vLLM's workers watch a pipe that closes when their parent is gone
+        self._generator.executor.collective_rpc(ignore_stop_signals)
 
     def capture(self, batches: Iterable[list[Sample]]) -> Iterator[Captured]:
         for batch in batches:
@@ -66,6 +70,12 @@ class SpeculatorsEngine:
 
     def close(self) -> None:
         self._generator.shutdown()
+
+
+def ignore_stop_signals(_worker: object) -> None:
+    """In a worker: leave SIGINT and SIGTERM to the process that has started it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def groups(samples: list[Sample], max_tokens: int, max_samples: int) -> Iterator[list[Sample]]:

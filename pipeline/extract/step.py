@@ -1,7 +1,8 @@
 """The step `extract`: plan, resume, capture, check, write, in this order."""
 
+import errno
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import tee
 from pathlib import Path
@@ -10,31 +11,36 @@ from typing import Any
 import torch
 
 from pipeline.config import Run
-from pipeline.errors import UserError
+from pipeline.errors import InputError, UserError
 from pipeline.extract import engines
 from pipeline.extract.check import Expected, check_captured
 from pipeline.extract.engines import Captured
+from pipeline.extract.parts import Part, claiming, held
 from pipeline.extract.plan import (
+    Found,
     Limits,
     Planned,
     plan,
     record,
     remaining,
     remove_leftovers,
-    remove_records,
     reopen,
     verified,
 )
-from pipeline.extract.progress import Progress
+from pipeline.extract.progress import Counts, Progress
+from pipeline.extract.space import require_room
+from pipeline.extract.stop import StopSignals
 from pipeline.extract.versions import engine_versions
 from pipeline.progress import clock, scaled
-from pipeline.store import Manifest, Shard, claim, exclusive, finish, read_manifest, release, require_space, run_key
+from pipeline.store import Manifest, Shard, claim, finish, read_manifest, release, run_key
+from pipeline.store.json_lines import JsonLines
+from pipeline.store.records import remove_records
 from pipeline.store.samples import Sample
 from pipeline.store.states import write_states
 from pipeline.target import Target
 
-TOKEN_BYTES = 5
-"""Of a token's id and mask. Sample ids, offsets and headers are below 0.1 % of any real shard."""
+CANNOT_WRITE = {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE}
+"""What a disk answers that is broken, read-only, or another user's."""
 
 
 @dataclass(frozen=True)
@@ -63,47 +69,84 @@ class Job:
         return self.expected.layer_ids[-1]
 
     @property
-    def bytes_per_token(self) -> int:
-        states = len(self.expected.layer_ids) * self.expected.hidden_size * self.expected.dtype.itemsize
-        return states + TOKEN_BYTES
+    def part(self) -> Part:
+        return Part.of(self.config.extract.shard)
 
 
 def extract(config: Run) -> None:
-    """Make hidden/ of this run, or what is left of it."""
-    job = _job(config)
-    with exclusive(job.folder, "extract"):
-        manifest = claim(job.folder, "extract", job.inputs)
-        if manifest and _is_whole(job.folder, manifest):
-            print(f"extract  already done: {manifest.totals['samples']:,} samples  {job.folder}")
-            return
+    """Make hidden/ of this run, or a part of it, or what is left of that."""
+    job = job_of(config)
+    with StopSignals() as stop, _writing(job.folder), held(job.folder, job.part):
+        with claiming(job.folder, job.part):
+            manifest = claim(job.folder, "extract", job.inputs)
+            if manifest and _is_whole(job.folder, manifest):
+                print(f"extract  already done: {manifest.totals['samples']:,} samples  {job.folder}")
+                return
         try:
-            _extract(job)
+            _extract(job, stop)
         except UserError:
-            if not any(job.folder.glob("shard-*.safetensors")):
+            if job.part.is_whole and not any(job.folder.glob("shard-*.safetensors*")):
                 release(job.folder)  # nothing to keep: another attempt may have other settings
             raise
 
 
-def _extract(job: Job) -> None:
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raise InputError for a disk that does not take what is written. (A full one is told by the command line.)"""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        where = error.filename or folder
+        raise InputError(
+            f"extract: {where} cannot be written ({error.strerror or error}). What is finished is kept; "
+            "see to the disk or its permissions, then run it again: it goes on"
+        ) from error
+
+
+def _extract(job: Job, stop: StopSignals) -> None:
+    planned = plan_of(job)
+    mine = job.part.take(planned)
+    done = resume(job, mine, alone=job.part.is_whole).done
+    todo = [shard for shard in mine if shard.file not in done]
+    _require_room(job, planned, mine, done)
+    progress = _progress(job, mine, done)
+    if todo:
+        with _shown(progress), closing(engines.start(job.config, job.target, job.expected.layer_ids)) as engine:
+            done |= _capture(job, engine, planned, {shard.file for shard in todo}, progress, stop)
+    if job.part.is_whole:
+        complete(job, planned, done)
+    _print_closing_line(job, progress, mine)
+
+
+def plan_of(job: Job) -> list[Planned]:
+    """All shards of the run, whoever makes them."""
     limits = Limits(job.target.vocab_size, job.config.target.max_length)
-    planned = plan(job.prepared, job.config.extract.shard_tokens, limits)
-    done = _resume(job, planned)
-    todo_tokens = sum(shard.tokens for shard in planned if shard.file not in done)
-    require_space(job.folder, todo_tokens * job.bytes_per_token, "extract")
-    progress = _progress(job, planned, done)
-    if todo_tokens:
-        with closing(engines.start(job.config, job.target, job.expected.layer_ids)) as engine, closing(progress):
-            done |= _capture(job, engine, planned, done, progress)
+    return plan(job.prepared, job.config.extract.shard_tokens, limits)
+
+
+def complete(job: Job, planned: list[Planned], done: dict[str, Shard]) -> None:
+    """Write the manifest of a folder in which every planned shard is done."""
     shards = [done[shard.file] for shard in planned]
     finish(job.folder, "extract", job.inputs, shards, _totals(job, planned, shards))
     remove_records(job.folder, shards)
+
+
+def _print_closing_line(job: Job, progress: Progress, mine: list[Planned]) -> None:
+    counts, first_s = progress.counts, progress.first_token_s
+    first = f", first states after {first_s:.1f} s" if first_s is not None else ""
+    of = "" if job.part.is_whole else f"part {job.part}: "
+    speed = f"{progress.tokens_per_s:,.0f} tok/s{first}"
     print(
-        f"extract  {progress.samples:,} samples, {scaled(progress.tokens)}tok in {clock(progress.elapsed_s)} "
-        f"({progress.tokens_per_s:,.0f} tok/s), {scaled(progress.written_bytes)}B in {len(shards)} shards: {job.folder}"
+        f"extract  {of}{counts.samples:,} samples, {scaled(counts.tokens)}tok in {clock(progress.elapsed_s)} ({speed})"
+        f", {scaled(counts.written_bytes)}B in {len(mine)} shards: {job.folder}"
     )
+    if not job.part.is_whole:
+        print("extract  when all parts are done: python -m pipeline merge, with the same --config")
 
 
-def _job(config: Run) -> Job:
+def job_of(config: Run) -> Job:
     """Everything that can be known to be wrong before a file is touched or the engine is started."""
     prepared = read_manifest(config.folder("prepared"), "prepare")
     target = Target(config.target)
@@ -133,51 +176,95 @@ def _is_whole(folder: Path, manifest: Manifest) -> bool:
     return not errors
 
 
-def _resume(job: Job, planned: list[Planned]) -> dict[str, Shard]:
-    remove_leftovers(job.folder)
-    done, again = verified(job.folder, planned, run_key(job.inputs))
-    if done or again:
-        names = f" ({', '.join(again[:3])}{', …' if len(again) > 3 else ''})" if again else ""
+def resume(job: Job, mine: list[Planned], *, alone: bool, step: str = "extract") -> Found:
+    """What is done of `mine` already; says so. What is half-written is removed, what is damaged moved aside."""
+    remove_leftovers(job.folder, mine, alone=alone)
+    found = verified(job.folder, mine, run_key(job.inputs))
+    if found.done or found.again:
         print(
-            f"extract  goes on: {len(done)} of {len(planned)} shards are finished and verified, "
-            f"{len(again)} unfinished or altered to be made again{names}"
+            f"{step}  goes on: {len(found.done)} of {len(mine)} shards are finished and verified, "
+            f"{len(found.again)} unfinished or altered to be made again{_named(found.again)}"
         )
-    return done
+    if found.aside:
+        print(f"{step}  {len(found.aside)} damaged, kept until you remove them{_named(found.aside)}")
+    return found
 
 
-def _progress(job: Job, planned: list[Planned], done: dict[str, Shard]) -> Progress:
-    return Progress(
+def _named(files: list[str]) -> str:
+    return f" ({', '.join(files[:3])}{', …' if len(files) > 3 else ''})" if files else ""
+
+
+def _require_room(job: Job, planned: list[Planned], mine: list[Planned], done: dict[str, Shard]) -> None:
+    """Room for all that is left, that of other parts included: they write to the same disk."""
+    if len(done) == len(mine):
+        return
+    own = {shard.file for shard in mine}
+    others = {shard.file for shard in planned if shard.file not in own and (job.folder / shard.file).is_file()}
+    require_room(
         job.folder,
-        samples=sum(shard.samples for shard in planned),
-        tokens=sum(shard.tokens for shard in planned),
-        done_samples=sum(shard.samples for shard in done.values()),
-        done_tokens=sum(shard.tokens for shard in done.values()),
-        written_bytes=sum(shard.size_bytes for shard in done.values()),
+        planned,
+        others | set(done),
+        aux_layers=job.aux_layers,
+        last_layer=job.last_layer,
+        hidden_size=job.expected.hidden_size,
+        item_bytes=job.expected.dtype.itemsize,
     )
 
 
+def _progress(job: Job, planned: list[Planned], done: dict[str, Shard]) -> Progress:
+    target = job.config.extract.progress_json
+    counts = Counts(
+        samples=sum(shard.samples for shard in planned),
+        tokens=sum(shard.tokens for shard in planned),
+        shards=len(planned),
+        done_samples=sum(shard.samples for shard in done.values()),
+        done_tokens=sum(shard.tokens for shard in done.values()),
+        done_shards=len(done),
+        written_bytes=sum(shard.size_bytes for shard in done.values()),
+    )
+    return Progress(
+        job.folder, counts, str(job.part), JsonLines(target) if target else None, json_on_stderr=target == "-"
+    )
+
+
+@contextmanager
+def _shown(progress: Progress) -> Iterator[None]:
+    """Show progress; tell other programs how it ended."""
+    progress.open()
+    try:
+        yield
+    except BaseException as error:
+        progress.close("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+        raise
+    progress.close()
+
+
 def _capture(
-    job: Job, engine: engines.Engine, planned: list[Planned], done: dict[str, Shard], progress: Progress
+    job: Job, engine: engines.Engine, planned: list[Planned], files: set[str], progress: Progress, stop: StopSignals
 ) -> dict[str, Shard]:
-    """Run what is not done through the engine, shard by shard. Returns the new shards by file name."""
+    """Run the samples of `files` through the engine, shard by shard. Returns the new shards by file name.
+
+    Raises Stopped after the shard in hand when there was a signal.
+    """
     new: dict[str, Shard] = {}
-    todo, for_engine = tee(remaining(job.prepared, planned, done))
+    todo, for_engine = tee(remaining(job.prepared, planned, files))
     captured = engine.capture(samples for _, samples in for_engine)
     progress.begin()
     for shard, samples in todo:
-        aux_TLH, last_TH = _gather(job, shard, samples, captured, progress)
-        written = write_states(
-            job.folder / shard.file,
-            samples,
-            aux_TLH,
-            last_TH,
-            aux_layers=job.aux_layers,
-            last_layer=job.last_layer,
-            run_key=run_key(job.inputs),
-        )
-        record(job.folder, shard, written, run_key(job.inputs))
-        progress.written_bytes += written.size_bytes
-        new[shard.file] = written
+        with stop.shard_in_hand():
+            aux_TLH, last_TH = _gather(job, shard, samples, captured, progress)
+            written = write_states(
+                job.folder / shard.file,
+                samples,
+                aux_TLH,
+                last_TH,
+                aux_layers=job.aux_layers,
+                last_layer=job.last_layer,
+                run_key=run_key(job.inputs),
+            )
+            record(job.folder, shard, written, run_key(job.inputs))
+            progress.shard_done(written.size_bytes)
+            new[shard.file] = written
     return new
 
 

@@ -14,6 +14,7 @@ from pipeline.forecast.data import Data
 from pipeline.forecast.training import TrainingMemory
 from pipeline.forecast.weights import TargetWeights
 from pipeline.preflight.inputs import local_folder, weight_bytes
+from pipeline.store.records import DAMAGED
 from pipeline.store.states import shard_bytes
 from pipeline.target import Target, is_hub_name
 
@@ -39,7 +40,8 @@ def hidden_bytes(data: Data, target: Target, config: Run, item_bytes: int) -> in
     lengths, names = data.tokens_N.tolist(), data.names_bytes_N
     return sum(
         shard_bytes(
-            lengths[part],
+            len(lengths[part]),
+            sum(lengths[part]),
             int(names[part].sum()),
             aux_layers=target.aux_layers(config.extract.aux_layers),
             last_layer=target.num_layers,
@@ -101,5 +103,6 @@ def places(wanted: list[tuple[Path, float]]) -> list[Place]:
 
 
 def written_bytes(folder: Path) -> int:
-    """Size of the files that a step has in its folder already."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    """Size of the files that a step has in its folder already; those that it will make again are not counted."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_size for path in files if DAMAGED not in path.name)

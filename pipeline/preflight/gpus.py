@@ -40,7 +40,7 @@ def read_gpus(nvml: Any = None) -> Gpus:
         try:
             driver = nvml.nvmlSystemGetDriverVersion()
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            chosen = _visible([nvml.nvmlDeviceGetUUID(handle) for handle in handles])
+            chosen = visible_indices([nvml.nvmlDeviceGetUUID(handle) for handle in handles])
             return Gpus(driver, tuple(_gpu(nvml, index, handles[index]) for index in chosen))
         finally:
             nvml.nvmlShutdown()
@@ -58,7 +58,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     return Gpu(index, nvml.nvmlDeviceGetName(handle), memory.total, memory.free, running)
 
 
-def _visible(uuids: list[str]) -> list[int]:
+def visible_indices(uuids: list[str]) -> list[int]:
     """Indices that CUDA_VISIBLE_DEVICES leaves, in its order; as CUDA does, the list ends at the first unknown entry.
 
     (CUDA C++ Programming Guide, 'CUDA environment variables'. UUIDs may be cut short. NVML itself ignores it.)

@@ -5,16 +5,8 @@ is written last. While a step works, `plan.json` says with which settings, so th
 other settings is refused before it touches anything.
 """
 
-from pipeline.store.atomic import (
-    atomic_folder,
-    atomic_path,
-    exclusive,
-    file_sha256,
-    require_space,
-    waiting,
-    write_bytes,
-    write_json,
-)
+from pipeline.store.atomic import atomic_folder, atomic_path, file_sha256, require_space, write_bytes, write_json
+from pipeline.store.locks import exclusive, exclusive_part, remove_part_locks, waiting
 from pipeline.store.manifest import Manifest, Shard, claim, finish, read_manifest, release, run_key, verify
 
 __all__ = [
@@ -24,10 +16,12 @@ __all__ = [
     "atomic_path",
     "claim",
     "exclusive",
+    "exclusive_part",
     "file_sha256",
     "finish",
     "read_manifest",
     "release",
+    "remove_part_locks",
     "require_space",
     "run_key",
     "verify",

@@ -1,16 +1,15 @@
 """Files that are whole or absent, whatever happens while they are written."""
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import MismatchError, SpaceError
+from pipeline.errors import SpaceError
 
 
 @contextmanager
@@ -23,9 +22,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -39,11 +38,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for inner in [*temporary.rglob("*"), temporary]:
-            _sync(inner)
+            sync(inner)
         if path.exists():
             shutil.rmtree(path)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -76,46 +75,7 @@ def require_space(folder: Path, size_bytes: int, step: str, key: str = "runs_dir
         )
 
 
-@contextmanager
-def exclusive(folder: Path, step: str) -> Iterator[None]:
-    """Hold `folder` for one process. Raises MismatchError, naming the holder, when another one has it.
-
-    The kernel drops the lock with the process, so a killed run leaves nothing to clean up.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise MismatchError(
-                f"{step}: {folder} is being written by process {lock.read().strip() or 'unknown'}. "
-                "Wait for it, or give this run another name"
-            ) from None
-        lock.seek(0)
-        lock.truncate()
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
-
-
-@contextmanager
-def waiting(path: Path, say: Callable[[], None]) -> Iterator[None]:
-    """Hold `path`, which need not exist, for one process; where another one has it, call `say` and wait for it.
-
-    The lock is a file beside `path`, which stays: removing it would let a third process in beside a second one.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say()
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make a file's content, or a folder's list of names, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

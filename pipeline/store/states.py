@@ -98,19 +98,26 @@ def write_states(
 
 
 def shard_bytes(
-    lengths: list[int], names_bytes: int, *, aux_layers: list[int], last_layer: int, hidden_size: int, item_bytes: int
+    samples: int,
+    tokens: int,
+    names_bytes: int,
+    *,
+    aux_layers: list[int],
+    last_layer: int,
+    hidden_size: int,
+    item_bytes: int,
 ) -> int:
-    """Size of the file that `write_states` makes of samples with these lengths, to the byte.
+    """Size of the file that `write_states` makes of so many samples and tokens, to the byte.
 
     `names_bytes` is that of all their sample and conversation ids in UTF-8, `item_bytes` that of one number of a
     state. Ids with quotation marks or backslashes in them take a little more.
     """
-    tokens, layers = sum(lengths), len(aux_layers)
+    layers = len(aux_layers)
     dtype = {2: "BF16", 4: "F32"}[item_bytes]
     tensors: list[tuple[str, str, list[int], int]] = [
         ("input_ids", "I32", [tokens], 4),
         ("loss_mask", "BOOL", [tokens], 1),
-        ("offsets", "I64", [len(lengths) + 1], 8),
+        ("offsets", "I64", [samples + 1], 8),
         ("aux_hidden_states", dtype, [tokens, layers, hidden_size], item_bytes),
         ("last_hidden_states", dtype, [tokens, hidden_size], item_bytes),
     ]
@@ -120,8 +127,8 @@ def shard_bytes(
     for name, code, shape, item in sorted(tensors, key=lambda t: (-t[3], t[0])):  # safetensors' own order
         begin, end = end, end + math.prod(shape) * item
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    separators = 2 * max(0, len(lengths) - 1) * len(", ")
-    quotes = 4 * len(lengths) * len('\\"')
+    separators = 2 * max(0, samples - 1) * len(", ")
+    quotes = 4 * samples * len('\\"')
     size = len(json.dumps(header, separators=(",", ":"))) + names_bytes + separators + quotes
     return 8 + -(-size // 8) * 8 + end  # the header's length, the header padded to a multiple of 8, the tensors
 

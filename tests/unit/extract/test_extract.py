@@ -8,7 +8,6 @@ import torch
 
 from pipeline.errors import InputError
 from pipeline.extract.plan import Limits, plan
-from pipeline.extract.progress import Progress, clock, scaled
 from pipeline.extract.speculators_engine import groups
 from pipeline.store import read_manifest
 from pipeline.store.samples import Sample
@@ -151,26 +150,6 @@ def test_unpatched_speculators_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(patching, "run", pristine)
     with pytest.raises(InputError, match=r"not patched.*make setup"):
         engine_versions()
-
-
-# ---- Progress
-
-
-def test_progress_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    now = iter([100.0, 110.0] + [140.0] * 9)
-    monkeypatch.setattr("pipeline.extract.progress.time.monotonic", lambda: next(now))
-    progress = Progress(tmp_path, 100, 2_000_000, done_samples=10, done_tokens=200_000, written_bytes=1_500_000_000)
-    progress.begin()
-    progress.advance(100_000)
-    progress.advance(100_000)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("extract  12/100 samples  400.0 ktok  5,000 tok/s  1.5 GB written, ")
-    assert line.endswith(" free  0:40 elapsed, about 5:20 left")
-
-
-def test_units():
-    assert [scaled(n) for n in (999, 1000, 26_200_000, 1.5e12)] == ["999 ", "1.0 k", "26.2 M", "1.5 T"]
-    assert [clock(s) for s in (0, 59.6, 724, 4920)] == ["0:00", "1:00", "12:04", "1 h 22"]
 
 
 def test_manifest_names_what_made_it(config: Path, hidden: Path):

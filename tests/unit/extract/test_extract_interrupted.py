@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.__main__ import main
 from pipeline.extract.engines import Captured
 from pipeline.store import exclusive
 from pipeline.store.samples import Sample
 from tests.extraction import FILES, LENGTHS, SHARD_TOKENS, StandIn, extract, killed_at
-from tests.runs import contents, make_samples, write_run
+from tests.runs import contents, damaged, make_samples, write_run
 
 # ---- Interruptions
 
@@ -71,6 +72,7 @@ def test_damaged_shard_of_an_unfinished_folder_is_made_again(
     assert extract(config) == 0
     assert contents(hidden) == undisturbed
     assert f"to be made again ({FILES[0]}" in capsys.readouterr().out
+    assert damaged(hidden) == ([] if "record" in damage else [f"{FILES[0]}.damaged-1"])
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "foreign"])
@@ -89,6 +91,20 @@ def test_damaged_shard_of_a_finished_folder_is_made_again(
     assert extract(config) == 0
     assert contents(hidden) == undisturbed
     assert stand_in.started == before + 1
+
+
+def test_a_flipped_bit_of_a_finished_folder_is_found_by_verify_and_made_again(
+    config: Path, hidden: Path, undisturbed: dict[str, str]
+):
+    assert extract(config) == 0
+    data = bytearray((hidden / FILES[4]).read_bytes())
+    data[-9] ^= 2
+    (hidden / FILES[4]).write_bytes(data)
+    assert main(["verify", str(hidden)]) == 4
+    assert extract(config) == 0
+    assert contents(hidden) == undisturbed
+    assert main(["verify", str(hidden.parent)]) == 0
+    assert (hidden / damaged(hidden)[0]).read_bytes() == data
 
 
 def test_leftovers_of_killed_writers_are_removed(config: Path, hidden: Path, undisturbed: dict[str, str]):
