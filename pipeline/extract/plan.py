@@ -6,7 +6,7 @@ to this run and its bytes have the recorded checksum. Everything else is made ag
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -86,7 +86,7 @@ def plan(prepared: Path, shard_tokens: int, limits: Limits) -> list[Planned]:
     return shards
 
 
-def remaining(prepared: Path, planned: list[Planned], done: dict[str, Shard]) -> Iterator[tuple[Planned, list[Sample]]]:
+def remaining(prepared: Path, planned: list[Planned], done: Container[str]) -> Iterator[tuple[Planned, list[Sample]]]:
     """Each shard that is not done, with its samples; the memory of one shard's ids."""
     samples = read_samples(prepared)
     for shard in planned:

@@ -27,9 +27,9 @@ class SpeculatorsEngine:
 
     def __init__(self, config: Run, target: Target, layer_ids: list[int]):
         self._limits = config.extract
-        _prepare_environment(config, target)
+        prepare_environment(config, target)
         try:
-            with _quiet():
+            with speculators_silenced():
                 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
                 self._generator: Any = VllmHiddenStatesGenerator(
@@ -80,7 +80,7 @@ def groups(samples: list[Sample], max_tokens: int, max_samples: int) -> Iterator
         yield group
 
 
-def _prepare_environment(config: Run, target: Target) -> None:
+def prepare_environment(config: Run, target: Target) -> None:
     """What vLLM reads from the environment, set where the user has not; before vLLM is imported."""
     engine.quiet_environment()
     if config.target.max_length == target.config.get("max_position_embeddings"):
@@ -93,7 +93,7 @@ def _prepare_environment(config: Run, target: Target) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def speculators_silenced() -> Iterator[None]:
     """Leave out speculators' chatter while the engine starts, here and in the workers."""
     logging.getLogger("speculators").setLevel(logging.WARNING)
     os.environ.setdefault("PYTHONWARNINGS", f"ignore:{SPECULATORS_WARNING}")  # for the workers

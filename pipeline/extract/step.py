@@ -93,7 +93,10 @@ def _extract(job: Job) -> None:
     progress = _progress(job, planned, done)
     if todo_tokens:
         with closing(engines.start(job.config, job.target, job.expected.layer_ids)) as engine, closing(progress):
-            done |= _capture(job, engine, planned, done, progress)
+            if isinstance(engine, engines.WritingEngine):
+                done |= _follow(job, engine, planned, done, progress)
+            else:
+                done |= _capture(job, engine, planned, done, progress)
     shards = [done[shard.file] for shard in planned]
     finish(job.folder, "extract", job.inputs, shards, _totals(job, planned, shards))
     remove_records(job.folder, shards)
@@ -178,6 +181,23 @@ def _capture(
         record(job.folder, shard, written, run_key(job.inputs))
         progress.written_bytes += written.size_bytes
         new[shard.file] = written
+    return new
+
+
+def _follow(
+    job: Job, engine: engines.WritingEngine, planned: list[Planned], done: dict[str, Shard], progress: Progress
+) -> dict[str, Shard]:
+    """Have what is not done made by an engine that writes by itself. Returns the new shards by file name."""
+    new: dict[str, Shard] = {}
+    order = engines.Order(job.prepared, job.folder, planned, list(done), run_key(job.inputs))
+    progress.begin()
+    with closing(engine.write(order)) as stream:
+        for went in stream:
+            for tokens in went.tokens:
+                progress.advance(tokens)
+            for written in went.written:
+                progress.written_bytes += written.size_bytes
+                new[written.file] = written
     return new
 
 
