@@ -70,10 +70,12 @@ class StreamEngine:
         work = self._work(order)
         _require_memory(work)
         llm.collective_rpc("_stream_begin", args=(work.to_text(),))
+        stream = _Stream(llm, work, order, FEED * self._config.extract.max_num_seqs)
         try:
-            yield from _Stream(llm, work, order, FEED * self._config.extract.max_num_seqs).run()
+            yield from stream.run()
         finally:
             with suppress(Exception):  # a dead engine has ended already, and why is being raised
+                stream.abort()
                 llm.collective_rpc("_stream_end")
 
     def _work(self, order: Order) -> Work:
@@ -123,6 +125,11 @@ class _Stream:
                 time.sleep(WAIT_S)
             if tokens or written:
                 yield Went(tokens, written)
+
+    def abort(self) -> None:
+        """Take back what the engine holds."""
+        if self._held:
+            self._llm.llm_engine.abort_request(list(self._held))
 
     def _next_waits(self) -> bool:
         """Whether there is nothing that may be asked of the model now."""

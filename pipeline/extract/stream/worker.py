@@ -33,11 +33,11 @@ class StreamWorkerExtension:
     def _stream_begin(self, text: str) -> None:
         """Hook the model and start the writers. Raises what allocating memory raises."""
         self._stream_writers: Writers | None = None
-        if get_tp_group().rank_in_group != 0:
-            return
         work = Work.from_text(text)
         if work.driver_pid != os.getpid():
             threading.Thread(target=_end_with, args=(work.driver_pid,), daemon=True, name="aerie-driver").start()
+        if get_tp_group().rank_in_group != 0:
+            return
         runner = self.model_runner  # type: ignore[attr-defined]
         self._stream_ring = Ring(work.expected, work.max_batched_tokens, RING_STEPS, runner.device)
         self._stream_writers = Writers(work, self._stream_ring)
