@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 
 from pipeline.config import ExtractSection, PrepareSection, Run, TargetSection, TrainSection
 from pipeline.errors import InputError
@@ -178,9 +180,26 @@ def test_a_preempted_request_is_computed_again_and_taken_once(
     assert any(preempted), "no request that had begun lost its cache: the test shows nothing"
 
 
+def assert_same(bench: SimpleNamespace, folder: Path, other: Path) -> None:
+    """The same bytes. Kimi's experts round by what is in flight together: there states may differ in their last bits,
+    ids, masks, offsets, names and sizes may not."""
+    if bench.name == "llama":
+        assert contents(folder) == contents(other)
+        return
+    names = sorted(path.name for path in folder.glob("shard-*.safetensors"))
+    assert names == sorted(path.name for path in other.glob("shard-*.safetensors"))
+    for name in names:
+        with safe_open(folder / name, "pt") as got, safe_open(other / name, "pt") as want:
+            assert got.metadata() == want.metadata()
+            for tensor in ("input_ids", "loss_mask", "offsets"):
+                assert torch.equal(got.get_tensor(tensor), want.get_tensor(tensor))
+            for tensor in ("aux_hidden_states", "last_hidden_states"):
+                assert max_relative_error(got.get_tensor(tensor), want.get_tensor(tensor)) < TOLERANCE
+
+
 def test_a_resumed_order_gives_the_same_files(bench: SimpleNamespace, tmp_path: Path):
-    """Float32 on a CPU: the same bytes, although other requests are in flight together."""
-    samples = make_samples([60, 50, 300, 20, 45, 60, 90, 5, 700, 80])
+    """Although other requests are in flight together."""
+    samples = samples_of(bench, [60, 50, 300, 20, 45, 60, 90, 5, 700, 80])
     order = order_of(bench, tmp_path / "a", samples, 200)
     made(bench, order)
     part = order_of(bench, tmp_path / "b", samples, 200)
@@ -189,7 +208,7 @@ def test_a_resumed_order_gives_the_same_files(bench: SimpleNamespace, tmp_path: 
         for name in (shard.file, shard.record):
             (part.folder / name).write_bytes((order.folder / name).read_bytes())
     made(bench, engines.Order(part.prepared, part.folder, part.planned, kept, RUN_KEY))
-    assert contents(part.folder) == contents(order.folder)
+    assert_same(bench, part.folder, order.folder)
 
 
 def test_slow_writers_stop_the_feeding_and_memory_does_not_grow(
@@ -230,7 +249,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_verified(
 ):
     from pipeline.extract.stream import writer
 
-    samples = make_samples([100] * 10)
+    samples = samples_of(bench, [100] * 10)
     undisturbed = order_of(bench, tmp_path / "a", samples, 100)
     made(bench, undisturbed)
     order = order_of(bench, tmp_path / "b", samples, 100)
@@ -250,7 +269,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_verified(
     assert not again
     assert 1 <= len(done) < 10
     made(bench, engines.Order(order.prepared, order.folder, order.planned, list(done), RUN_KEY))
-    assert contents(order.folder) == contents(undisturbed.folder)
+    assert_same(bench, order.folder, undisturbed.folder)
 
 
 def test_states_that_are_not_finite_are_refused_with_the_samples_name(bench: SimpleNamespace, tmp_path: Path):
