@@ -323,6 +323,7 @@ def test_a_worker_that_mistakes_rows_is_found_out(
 LENGTHS = [120, 1, 333, 64, 200, 200, 17, 380, 512, 5, 90, 150]
 KILLED = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have its background jobs ignore it
 from pipeline.__main__ import main
 from pipeline.extract.stream.engine import StreamEngine
 
@@ -333,17 +334,21 @@ def write_and_die(self, order):
         yield went
         if went.written:
             print("children:", open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            if sys.argv[1] == "kill -9":
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.killpg(0, signal.SIGINT)
 
 StreamEngine.write = write_and_die
 if __name__ == "__main__":
-    sys.exit(main(["extract", *sys.argv[1:]]))
+    sys.exit(main(["extract", *sys.argv[2:]]))
 """
 
 
 def run(*command: str, processes: bool = False) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env, check=False, start_new_session=True
+    )
 
 
 def extract(config: Path, *flags: str, processes: bool = False) -> subprocess.CompletedProcess:
@@ -365,17 +370,21 @@ def by_speculators(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     return without_run_key(folder / "runs" / "test" / "hidden")
 
 
-@pytest.mark.parametrize("processes", [False, True], ids=["in this process", "in processes"])
-def test_killed_and_run_again_gives_the_files_of_the_engine_speculators(
-    by_speculators: dict[str, bytes], llama_folder: Path, tmp_path: Path, processes: bool
+@pytest.mark.parametrize(
+    ("how", "processes"),
+    [("kill -9", False), ("kill -9", True), ("Ctrl-C", True)],
+    ids=["kill -9", "kill -9, worker in a process", "Ctrl-C, worker in a process"],
+)
+def test_stopped_and_run_again_gives_the_files_of_the_engine_speculators(
+    by_speculators: dict[str, bytes], llama_folder: Path, tmp_path: Path, how: str, processes: bool
 ):
-    """kill -9 after the first shards; the worker, if it is another process, must go too, and write no more."""
+    """After the first shards; the worker, if it is another process, must go too, and write no more."""
     config = write_run(tmp_path, llama_folder, make_samples(LENGTHS))
     folder = tmp_path / "runs" / "test" / "hidden"
     flags = ["--extract.engine", "stream", "--extract.max_batched_tokens", "300", "--extract.writers", "1"]
     (tmp_path / "killed.py").write_text(KILLED)
-    done = run(sys.executable, str(tmp_path / "killed.py"), "--config", str(config), *flags, processes=processes)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run(sys.executable, str(tmp_path / "killed.py"), how, "--config", str(config), *flags, processes=processes)
+    assert done.returncode == (-signal.SIGKILL if how == "kill -9" else 130), done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("children:")]
     children = [int(pid) for pid in line.split()[1:]]
     assert bool(children) == processes
@@ -395,3 +404,22 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_two_workers_that_share_the_target_write_each_sample_once(
+    by_speculators: dict[str, bytes], llama_folder: Path, tmp_path: Path
+):
+    """Tensor parallel 2: both compute all states, the first one writes them; sums over two halves round otherwise."""
+    config = write_run(tmp_path, llama_folder, make_samples(LENGTHS))
+    extract(config, "--extract.engine", "stream", "--target.tensor_parallel_size", "2")
+    folder = tmp_path / "runs" / "test" / "hidden"
+    assert {name: len(data) for name, data in without_run_key(folder).items()} == {
+        name: len(data) for name, data in by_speculators.items()
+    }
+    reader, reference = StatesReader(folder), Reference(llama_folder)
+    for index, sample in enumerate(make_samples(LENGTHS)):
+        got, want = reader.read(index), reference.states(sample.input_ids_S.tolist())
+        assert got.input_ids_S.tolist() == sample.input_ids_S.tolist()
+        assert max_relative_error(got.last_states_SH, want[8]) < TOLERANCE
+        for place, layer in enumerate([2, 4, 5]):
+            assert max_relative_error(got.aux_states_SLH[:, place], want[layer]) < TOLERANCE

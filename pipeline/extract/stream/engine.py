@@ -71,12 +71,18 @@ class StreamEngine:
         _require_memory(work)
         llm.collective_rpc("_stream_begin", args=(work.to_text(),))
         stream = _Stream(llm, work, order, FEED * self._config.extract.max_num_seqs)
+        asked = True
         try:
             yield from stream.run()
+        except BaseException as error:
+            # Ctrl-C reaches vLLM's processes too, and one that has ended does not answer. close() ends the others
+            asked = isinstance(error, Exception) or hasattr(llm.llm_engine.engine_core, "engine_core")
+            raise
         finally:
             with suppress(Exception):  # a dead engine has ended already, and why is being raised
-                stream.abort()
-                llm.collective_rpc("_stream_end")
+                if asked:
+                    stream.abort()
+                    llm.collective_rpc("_stream_end")
 
     def _work(self, order: Order) -> Work:
         return Work(
@@ -114,8 +120,8 @@ class _Stream:
         self._reported = time.monotonic()
 
     def run(self) -> Iterator[Went]:
-        """Until every shard is written. Raises the worker's first error."""
-        while self._left > self._finished:
+        """Until every request has come back and every shard is written. Raises the worker's first error."""
+        while self._held or self._left > self._finished:
             self._feed()
             tokens = self._step() if self._held else []
             written: list[Shard] = []
