@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import engine
 from pipeline.config import Run
 from pipeline.errors import InputError
+from pipeline.extract.check import FAULT
 from pipeline.extract.engines import Order, Went
 from pipeline.extract.plan import remaining
 from pipeline.extract.speculators_engine import prepare_environment, speculators_silenced
@@ -172,6 +173,8 @@ class _Stream:
         for report in [Report.from_text(reply) for reply in replies if reply is not None]:
             if report.error is not None:
                 raise told(report.error)
+            if report.waits_for and not report.written and not self._held and self._next_waits():
+                raise RuntimeError(f"extract: {report.waits_for}, and no more are to come. {FAULT}")
             written += [Shard(**line) for line in report.written]
         self._finished += len(written)
         return written

@@ -74,10 +74,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the work since the last report: lines of the shards that are written, and the first error."""
+    """What became of the work since the last report: lines of the shards that are written, and the first error.
+
+    `waits_for`: nothing is on its way to the disk, and this is the first thing that rows are missing of.
+    """
 
     written: list[dict[str, Any]]
     error: dict[str, Any] | None
+    waits_for: str | None = None
 
     def to_text(self) -> str:
         """JSON, for the driver."""

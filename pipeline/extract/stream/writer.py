@@ -70,6 +70,13 @@ class OpenShard:
         for sample, (begin, end) in zip(self.samples, pairwise(self._offsets), strict=True):
             yield sample, slice(begin, end)
 
+    def lacks(self) -> str:
+        """The first sample that is not complete."""
+        for sample, have in zip(self.samples, self._filled, strict=True):
+            if have < len(sample.input_ids_S):
+                return f"sample {sample.sample_id}: {have} of {len(sample.input_ids_S)} rows came"
+        return f"{self.planned.file} has all its rows"
+
     def take(self, number: int, chunk: Chunk, step: Step) -> None:
         """Put a chunk's rows in their places. Rows that were there already are left alone: a preempted request is
         computed again from its first token. Raises RuntimeError for a chunk that leaves a gap."""
@@ -99,6 +106,8 @@ class Writers:
         self._lock = threading.Lock()
         self._error: dict | None = None
         self._written: list[dict] = []
+        self._on_their_way = 0
+        """Steps and full shards that some thread has yet to deal with."""
         self._shards = enumerate(remaining(Path(work.prepared), work.planned, set(work.done)))
         self._next = 0
         self._open: dict[int, OpenShard] = {}
@@ -113,6 +122,7 @@ class Writers:
 
     def put(self, step: Step) -> None:
         """A step ran. Never waits."""
+        self._count(1)
         self._steps.put(step)
 
     def fail(self, error: BaseException) -> None:
@@ -128,7 +138,16 @@ class Writers:
         """What was written since the last report, and the first error."""
         with self._lock:
             written, self._written = self._written, []
-            return Report(written, self._error)
+            waits_for = None if self._on_their_way else self._incomplete()
+            return Report(written, self._error, waits_for)
+
+    def _incomplete(self) -> str | None:
+        """What an open shard lacks. Only for when no step is on its way: then nobody else looks at them."""
+        return next((shard.lacks() for shard in self._open.values()), None)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._on_their_way += change
 
     def close(self) -> None:
         """Write what is being written, leave the rest, end the threads."""
@@ -152,6 +171,7 @@ class Writers:
                 self.fail(error)
             finally:
                 self._ring.release(step.slot)
+                self._count(-1)
 
     def _take(self, step: Step) -> None:
         for chunk in step.chunks:
@@ -161,6 +181,7 @@ class Writers:
                 continue
             open_shard.take(number, chunk, step)
             if open_shard.is_full:
+                self._count(1)
                 self._full.put(self._open.pop(shard))
 
     def _shard(self, wanted: int) -> OpenShard | None:
@@ -186,16 +207,16 @@ class Writers:
 
     def _write_shards(self) -> None:
         while (shard := self._full.get()) is not None:
-            if self.failed:
-                continue
+            line = None
             try:
-                line = self._write(shard)
+                if not self.failed:
+                    line = self._write(shard)
             except Exception as error:  # noqa: BLE001 the driver raises it
                 self.fail(error)
-                continue
             self._memory.put(shard.memory)
             with self._lock:
-                self._written.append(line)
+                self._on_their_way -= 1
+                self._written += [line] if line else []
 
     def _write(self, shard: OpenShard) -> dict:
         work, folder = self._work, Path(self._work.folder)
