@@ -82,8 +82,11 @@ class PrepareSection(Section):
 class ExtractSection(Section):
     """Step 2: the target's hidden states for every prepared token."""
 
-    engine: Literal["speculators"] = "speculators"
-    """`speculators`: the patched generator on vLLM."""
+    engine: Literal["speculators", "stream"] = "speculators"
+    """`speculators`: the patched generator on vLLM. `stream`: vLLM as it is, whose worker writes the shards itself
+    while the model runs; not measured on a GPU yet."""
+    writers: Count = 4
+    """Shards that the engine `stream` writes at once. These and two more are in memory: 23 GB with Kimi's shards."""
     aux_layers: tuple[int, int, int] | None = None
     """Layers whose *input* feeds the draft, in vLLM's serving convention: 2 is the second layer's output. From 1 to
     the number of layers less one. Default: 2, middle, last but two."""

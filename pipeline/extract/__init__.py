@@ -4,7 +4,8 @@
 
 Reads prepared/, writes hidden/: shards of about `extract.shard_tokens` tokens (pipeline.store.states tells their
 form) and a manifest. An interrupted run goes on where it stopped: finished shards are verified by checksum and kept,
-all else is made again, and the folder is byte-identical to that of an undisturbed run.
+all else is made again, and the folder is byte-identical to that of an undisturbed run. With the engine `stream` the
+states may differ in their last bits, where the target rounds by what runs together.
 """
 
 from pipeline.config import Run

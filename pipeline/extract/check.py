@@ -34,8 +34,9 @@ def check_captured(sample: Sample, captured: Captured, expected: Expected) -> No
             raise InputError(f"{name}: states of layer {layer} are {list(states_SH.shape)}, not {list(shape)}. {FAULT}")
         if states_SH.dtype != expected.dtype:
             raise InputError(f"{name}: states of layer {layer} are {states_SH.dtype}, not {expected.dtype}. {FAULT}")
-        finite_S = torch.isfinite(states_SH).all(dim=-1)
-        if not finite_S.all():
+        low, high = states_SH.aminmax()  # ten times the speed of isfinite on every number
+        if not (low.isfinite() and high.isfinite()):
+            finite_S = torch.isfinite(states_SH).all(dim=-1)
             token = int((~finite_S).nonzero()[0])
             raise InputError(
                 f"{name}: states of layer {layer} are not finite from token {token} on. "

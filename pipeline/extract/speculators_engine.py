@@ -30,9 +30,9 @@ class SpeculatorsEngine:
 
     def __init__(self, config: Run, target: Target, layer_ids: list[int]):
         self._limits = config.extract
-        _prepare_environment(config)
+        prepare_environment(config)
         try:
-            with _quiet(), _last_position_usable(config, target):
+            with speculators_silenced(), last_position_usable(config, target):
                 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
                 self._generator: Any = VllmHiddenStatesGenerator(
@@ -92,7 +92,7 @@ def groups(samples: list[Sample], max_tokens: int, max_samples: int) -> Iterator
         yield group
 
 
-def _prepare_environment(config: Run) -> None:
+def prepare_environment(config: Run) -> None:
     """What vLLM reads from the environment, set where the user has not; before vLLM is imported."""
     engine.quiet_environment()
     if engine.on_cpu():
@@ -102,7 +102,7 @@ def _prepare_environment(config: Run) -> None:
 
 
 @contextmanager
-def _last_position_usable(config: Run, target: Target) -> Iterator[None]:
+def last_position_usable(config: Run, target: Target) -> Iterator[None]:
     """Where samples may be as long as the model knows positions: we ask for one place more, which vLLM must allow. It
     is for the sampled token, which is never run.
 
@@ -123,7 +123,7 @@ def _last_position_usable(config: Run, target: Target) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def speculators_silenced() -> Iterator[None]:
     """Leave out speculators' chatter while the engine starts, here and in the workers."""
     logging.getLogger("speculators").setLevel(logging.WARNING)
     os.environ.setdefault("PYTHONWARNINGS", f"ignore:{SPECULATORS_WARNING}")  # for the workers

@@ -114,7 +114,11 @@ def _extract(job: Job, stop: StopSignals) -> None:
     progress = _progress(job, mine, done)
     if todo:
         with _shown(progress), closing(engines.start(job.config, job.target, job.expected.layer_ids)) as engine:
-            done |= _capture(job, engine, planned, {shard.file for shard in todo}, progress, stop)
+            files = {shard.file for shard in todo}
+            if isinstance(engine, engines.WritingEngine):
+                done |= _follow(job, engine, planned, files, progress, stop)
+            else:
+                done |= _capture(job, engine, planned, files, progress, stop)
     if job.part.is_whole:
         complete(job, planned, done)
     _print_closing_line(job, progress, mine)
@@ -265,6 +269,32 @@ def _capture(
             record(job.folder, shard, written, run_key(job.inputs))
             progress.shard_done(written.size_bytes)
             new[shard.file] = written
+    return new
+
+
+def _follow(
+    job: Job,
+    engine: engines.WritingEngine,
+    planned: list[Planned],
+    files: set[str],
+    progress: Progress,
+    stop: StopSignals,
+) -> dict[str, Shard]:
+    """Have an engine that writes by itself make `files`. Returns the new shards by file name.
+
+    Raises Stopped after the shards in hand when there was a signal.
+    """
+    new: dict[str, Shard] = {}
+    in_order = [shard.file for shard in planned if shard.file in files]
+    order = engines.Order(job.prepared, job.folder, planned, in_order, run_key(job.inputs))
+    progress.begin()
+    with stop.shard_in_hand(), closing(engine.write(order, lambda: bool(stop.received))) as stream:
+        for went in stream:
+            for tokens in went.tokens:
+                progress.advance(tokens)
+            for written in went.written:
+                progress.shard_done(written.size_bytes)
+                new[written.file] = written
     return new
 
 

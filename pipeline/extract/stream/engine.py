@@ -1,0 +1,219 @@
+"""The driver of engine `stream`: feeds samples to vLLM and hears which shards are written. It sees no states.
+
+A request ends with its first token, so each is one pass over a sample's tokens. vLLM cuts a shard's requests into steps
+of `max_batched_tokens`, through long samples too; order and identity come from the requests' names.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pipeline import engine
+from pipeline.config import Run
+from pipeline.errors import InputError
+from pipeline.extract.check import FAULT
+from pipeline.extract.engines import Order, Went
+from pipeline.extract.plan import remaining
+from pipeline.extract.speculators_engine import last_position_usable, prepare_environment, speculators_silenced
+from pipeline.extract.stream.work import RELEASE, REQUESTS_OF_TWO_STEPS, Place, Report, Work, host_memory_bytes, told
+from pipeline.preflight.gpus import read_gpus
+from pipeline.store import Shard
+from pipeline.store.samples import Sample
+from pipeline.target import Target
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+FEED = 4
+"""Steps whose tokens the engine holds at least: two are under way, and the next ones should not have to wait for us."""
+REPORT_S = 1.0
+"""Time between two questions to the worker while the model runs: each makes vLLM finish the steps under way."""
+WAIT_S = 0.02
+"""The same while the model has nothing to do, because shards are being written."""
+
+
+class StreamEngine:
+    """See pipeline.extract.engines.WritingEngine."""
+
+    def __init__(self, config: Run, target: Target, layer_ids: list[int]):
+        self._config, self._target, self._layer_ids = config, target, layer_ids
+        section = config.extract
+        prepare_environment(config)
+        with speculators_silenced(), last_position_usable(config, target):
+            self._llm: LLM | None = engine.start(
+                config,
+                "extract",
+                max_model_len=config.target.max_length + 1,  # vLLM keeps a place for the token that ends the request
+                max_num_batched_tokens=section.max_batched_tokens,
+                max_num_seqs=REQUESTS_OF_TWO_STEPS * section.max_num_seqs,
+                enable_chunked_prefill=True,
+                enforce_eager=True,  # hooks are not seen by compiled models
+                worker_extension_cls="pipeline.extract.stream.worker.StreamWorkerExtension",
+                **self._scheduling(),
+                **self._memory(),
+            )
+        _tell_if_cramped(config, self._llm)
+
+    def _scheduling(self) -> dict[str, Any]:
+        """On a GPU vLLM schedules a step while the one before it runs; its CPU build does not."""
+        scheduler = "pipeline.extract.stream.scheduler."
+        if engine.on_cpu():
+            return {"scheduler_cls": f"{scheduler}ByShard"}
+        return {"scheduler_cls": f"{scheduler}AsyncByShard", "async_scheduling": True}
+
+    def _memory(self) -> dict[str, Any]:
+        """The stage is part of the share of a GPU's memory that the run may take."""
+        gpus = [] if engine.on_cpu() else read_gpus().visible
+        if not gpus:
+            return {}
+        section, item = self._config, self._target.dtype.itemsize
+        rows = section.extract.max_batched_tokens
+        stage_bytes = len(self._layer_ids) * rows * self._target.hidden_size * item
+        return {"gpu_memory_utilization": section.target.gpu_memory_utilization - stage_bytes / gpus[0].total_bytes}
+
+    def write(self, order: Order, stopping: Callable[[], bool]) -> Generator[Went]:
+        llm = self._llm
+        assert llm is not None, "the engine has ended"
+        work = self._work(order)
+        _require_memory(work)
+        llm.collective_rpc("_stream_begin", args=(work.to_text(),))
+        stream = _Stream(llm, work, order, stopping)
+        asked = True
+        try:
+            yield from stream.run()
+        except BaseException as error:
+            # Ctrl-C reaches vLLM's processes too, and one that has ended does not answer. close() ends the others
+            asked = isinstance(error, Exception) or hasattr(llm.llm_engine.engine_core, "engine_core")
+            raise
+        finally:
+            with suppress(Exception):  # a dead engine has ended already, and why is being raised
+                if asked:
+                    stream.abort()
+                    llm.collective_rpc("_stream_end")
+
+    def _work(self, order: Order) -> Work:
+        return Work(
+            prepared=str(order.prepared),
+            folder=str(order.folder),
+            planned=order.planned,
+            files=order.files,
+            run_key=order.run_key,
+            layer_ids=self._layer_ids,
+            hidden_size=self._target.hidden_size,
+            dtype=str(self._target.dtype).removeprefix("torch."),
+            max_batched_tokens=self._config.extract.max_batched_tokens,
+            writers=self._config.extract.writers,
+            driver_pid=os.getpid(),
+        )
+
+    def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            for process in multiprocessing.active_children():
+                if process.name.startswith("EngineCore") and process.pid is not None:
+                    os.kill(process.pid, RELEASE)
+            llm.llm_engine.engine_core.shutdown()
+
+
+class _Stream:
+    """One order on its way."""
+
+    def __init__(self, llm: "LLM", work: Work, order: Order, stopping: Callable[[], bool]):
+        self._llm, self._stopping = llm, stopping
+        self._room = FEED * work.max_batched_tokens
+        self._in_hand, self._begun, self._finished = work.shards_in_hand, 0, 0
+        self._shards = remaining(order.prepared, order.planned, set(order.files))
+        self._next = next(self._shards, None)
+        self._held: dict[str, int] = {}
+        """Tokens of each request that the engine holds."""
+        self._reported = time.monotonic()
+
+    def run(self) -> Iterator[Went]:
+        """Until every shard that was begun is written. Raises the worker's first error."""
+        while self._feed() or self._begun > self._finished:
+            tokens = self._step() if self._held else []
+            written: list[Shard] = []
+            if not self._held or time.monotonic() - self._reported >= REPORT_S:
+                written = self._report()
+            if not self._held and not written:
+                time.sleep(WAIT_S)
+            if tokens or written:
+                yield Went(tokens, written)
+
+    def abort(self) -> None:
+        """Take back what the engine holds."""
+        if self._held:
+            self._llm.llm_engine.abort_request(list(self._held))
+
+    def _feed(self) -> bool:
+        """Whole shards for the room that there is, none beyond those that may be in hand. Whether there was one."""
+        fed = False
+        while self._next and self._begun < self._finished + self._in_hand and sum(self._held.values()) < self._room:
+            if self._stopping():
+                self._next = None
+                break
+            _, samples = self._next
+            for number, sample in enumerate(samples):
+                self._ask(Place(self._begun, number, len(samples)).name(), sample)
+            self._begun += 1
+            self._next, fed = next(self._shards, None), True
+        return fed
+
+    def _ask(self, name: str, sample: Sample) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        prompt: Any = {"prompt_token_ids": sample.input_ids_S.tolist()}
+        sampling = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._llm.llm_engine.add_request(name, prompt, sampling)
+        self._held[name] = len(sample.input_ids_S)
+
+    def _step(self) -> list[int]:
+        """Tokens of the samples that have gone through the model."""
+        done = [output for output in self._llm.llm_engine.step() if output.finished]
+        return [self._held.pop(output.request_id) for output in done]
+
+    def _report(self) -> list[Shard]:
+        """Shards that were written since the last report."""
+        replies = self._llm.collective_rpc("_stream_report")
+        self._reported = time.monotonic()
+        written: list[Shard] = []
+        for report in [Report.from_text(reply) for reply in replies if reply is not None]:
+            if report.error is not None:
+                raise told(report.error)
+            if report.waits_for and not report.written and not self._held:
+                raise RuntimeError(f"extract: {report.waits_for}, and no more are to come. {FAULT}")
+            written += [Shard(**line) for line in report.written]
+        self._finished += len(written)
+        return written
+
+
+def _tell_if_cramped(config: Run, llm: "LLM") -> None:
+    """Where keys and values of two steps may not fit, vLLM begins requests anew when the clock has it so."""
+    cache, section = llm.llm_engine.vllm_config.cache_config, config.extract
+    have = (cache.num_gpu_blocks or 0) * cache.block_size
+    requests = REQUESTS_OF_TWO_STEPS * section.max_num_seqs
+    want = config.target.max_length + REQUESTS_OF_TWO_STEPS * section.max_batched_tokens + requests * cache.block_size
+    if have < want:
+        print(
+            f"extract  memory holds keys and values of {have:,} tokens, {want:,} would be needed to make the same "
+            "bytes in every run: last bits may differ. Lower extract.max_batched_tokens or extract.max_num_seqs",
+            file=sys.stderr,
+        )
+
+
+def _require_memory(work: Work) -> None:
+    """Raise InputError unless the machine has room for the shards in hand: the kernel would end the worker later."""
+    available = host_memory_bytes()
+    if work.host_bytes > available:
+        raise InputError(
+            f"extract: {work.shards_in_hand} shards in memory and the states on their way to them take "
+            f"{work.host_bytes / 1e9:.1f} GB, this machine has {available / 1e9:.1f} GB free. "
+            "Lower extract.shard_tokens or extract.writers, or use another engine"
+        )

@@ -1,0 +1,199 @@
+"""Engine `stream` without vLLM: rows in their places, a step's states, what driver and worker tell each other."""
+
+import errno
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.errors import InputError
+from pipeline.extract.check import Expected
+from pipeline.extract.plan import Planned
+from pipeline.extract.stream.ring import Ring, Slot
+from pipeline.extract.stream.work import Place, Report, Work, request_place, tell, told
+from pipeline.extract.stream.writer import Chunk, OpenShard, Step
+from pipeline.store.samples import Sample
+
+HIDDEN, LAYERS = 4, 3
+LENGTHS = [3, 1, 6]
+
+
+def open_shard() -> OpenShard:
+    samples = [
+        Sample(f"s{n}", "c", np.arange(length, dtype=np.int32), np.ones(length, bool))
+        for n, length in enumerate(LENGTHS)
+    ]
+    memory = (torch.full((20, LAYERS - 1, HIDDEN), -1.0), torch.full((20, HIDDEN), -1.0))
+    return OpenShard(Planned("shard-00000.safetensors", 3, 10, 10, 20), samples, memory)
+
+
+def states(number: int, position: int, layer: int) -> float:
+    return 1000.0 * number + 10.0 * position + layer
+
+
+def take(shard: OpenShard, *chunks: tuple[int, int, int]) -> None:
+    """One step of (sample, position, rows), its rows one after the other, padding behind."""
+    step_rows = sum(rows for _, _, rows in chunks)
+    states_LNH = torch.full((LAYERS, step_rows + 5, HIDDEN), float("nan"))
+    ids_N, row, parts = torch.zeros(step_rows, dtype=torch.int64), 0, []
+    for number, position, rows in chunks:
+        for offset in range(rows):
+            ids_N[row + offset] = position + offset
+            for layer in range(LAYERS):
+                states_LNH[layer, row + offset] = states(number, position + offset, layer)
+        parts.append((number, Chunk(Place(0, number, len(LENGTHS)).name(), position, row, rows)))
+        row += rows
+    for number, chunk in parts:
+        shard.take(number, chunk, Step(Slot(states_LNH, step_rows), ids_N, []))
+
+
+def assert_right(shard: OpenShard) -> None:
+    assert shard.is_full
+    for number, (sample, rows) in enumerate(shard.rows_of()):
+        assert shard.ids_T[rows].tolist() == sample.input_ids_S.tolist()
+        for position in range(len(sample.input_ids_S)):
+            row = rows.start + position
+            want = [states(number, position, layer) for layer in range(LAYERS)]
+            assert [*shard.aux_TLH[row, :, 0].tolist(), float(shard.last_TH[row, 0])] == want
+    assert (shard.memory[0][10:] == -1).all(), "rows behind the shard were written"
+
+
+def test_chunks_of_samples_in_any_order_are_put_in_their_places():
+    shard = open_shard()
+    take(shard, (2, 0, 2), (1, 0, 1))
+    assert not shard.is_full
+    take(shard, (0, 0, 3), (2, 2, 1))
+    take(shard, (2, 3, 3))
+    assert_right(shard)
+
+
+def test_rows_that_come_again_are_taken_once():
+    """After a preemption; in other chunks than before; and a row of the model's own token behind a prompt."""
+    shard = open_shard()
+    take(shard, (2, 0, 4), (0, 0, 3))
+    take(shard, (2, 0, 3), (0, 0, 3))
+    take(shard, (2, 3, 3), (1, 0, 2))
+    assert_right(shard)
+    take(shard, (1, 1, 1))
+    assert_right(shard)
+
+
+def test_a_gap_is_an_error():
+    shard = open_shard()
+    take(shard, (2, 0, 2))
+    with pytest.raises(RuntimeError, match="sample s2: token 3 came before token 2"):
+        take(shard, (2, 3, 1))
+
+
+@pytest.fixture
+def ring() -> Ring:
+    return Ring(Expected([1, 2, 8], HIDDEN, torch.float32), max_rows=8, slots=2, device=torch.device("cpu"))
+
+
+def test_a_step_keeps_the_sum_of_states_and_residual_without_padding(ring: Ring):
+    hidden_NH, residual_NH = torch.randn(8, HIDDEN), torch.randn(8, HIDDEN)
+    ring.begin(5)
+    ring.keep(0, hidden_NH, None)
+    ring.keep(1, hidden_NH, residual_NH)
+    ring.keep(2, residual_NH, hidden_NH)
+    slot = ring.end()
+    slot.wait()
+    assert torch.equal(slot.states_LNH[0, :5], hidden_NH[:5])
+    assert torch.equal(slot.states_LNH[1, :5], hidden_NH[:5] + residual_NH[:5])
+    assert torch.equal(slot.states_LNH[2, :5], hidden_NH[:5] + residual_NH[:5])
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (torch.zeros(8, HIDDEN, dtype=torch.bfloat16), "layer 2 are torch.bfloat16, not torch.float32"),
+        (torch.zeros(4, HIDDEN), r"layer 2 are \[4, 4\], not \[5, 4\]"),
+        (torch.zeros(5, HIDDEN + 1), r"layer 2 are \[5, 5\], not \[5, 4\]"),
+    ],
+    ids=["dtype", "rows", "width"],
+)
+def test_states_of_another_form_are_refused(ring: Ring, state: torch.Tensor, words: str):
+    ring.begin(5)
+    with pytest.raises(RuntimeError, match=words):
+        ring.keep(1, state, None)
+
+
+def test_a_step_that_missed_a_layer_is_refused_and_gives_its_slot_back(ring: Ring):
+    for _ in range(3):  # more often than there are slots
+        ring.begin(5)
+        ring.keep(0, torch.zeros(5, HIDDEN), None)
+        with pytest.raises(RuntimeError, match=r"without states of layers \[2, 8\]"):
+            ring.end()
+
+
+def test_the_model_waits_for_a_slot(ring: Ring):
+    """Two steps that nobody has emptied: the third one waits, until one is."""
+    slots = []
+    for _ in range(2):
+        ring.begin(1)
+        for place in range(3):
+            ring.keep(place, torch.zeros(1, HIDDEN), None)
+        slots.append(ring.end())
+    model = threading.Thread(target=ring.begin, args=(1,), daemon=True)
+    model.start()
+    model.join(0.2)
+    assert model.is_alive()
+    ring.release(slots[0])
+    model.join(10)
+    assert not model.is_alive()
+
+
+def test_requests_are_known_by_their_names_with_and_without_what_vllm_adds():
+    for place in Place(12, 345, 346), Place(0, 0, 2):
+        assert request_place(place.name()) == request_place(place.name() + "-9f86d081") == place
+    assert Place(12, 345, 346).is_last
+    assert not Place(0, 0, 2).is_last
+
+
+WORK = Work(
+    "/prepared", "/hidden",
+    [Planned("shard-00000.safetensors", 2, 70000, 5, 8), Planned("shard-00001.safetensors", 1, 9, 9, 8)],
+    ["shard-00000.safetensors"], "0" * 32, [2, 30, 58, 61], 7168, "bfloat16", 8192, 4, 1,
+)  # fmt: skip
+
+
+def test_work_and_reports_are_text():
+    assert Work.from_text(WORK.to_text()) == WORK
+    report = Report([{"file": "shard-00000.safetensors"}], tell(InputError("extract: sample 3")))
+    assert Report.from_text(report.to_text()) == report
+
+
+def test_memory_is_what_the_settings_say():
+    """Kimi's states: 57,344 bytes a token."""
+    assert WORK.stage_bytes == 8192 * 57344
+    assert WORK.host_bytes == 4 * 8192 * 57344 + 6 * 70000 * 57344
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (InputError("extract: sample 3: no"), InputError, "extract: sample 3: no"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x/shard"), OSError, "No space left on device: '/x/shard'"),
+        (KeyError("lost"), RuntimeError, "KeyError: 'lost'"),
+    ],
+    ids=["user", "disk", "fault"],
+)
+def test_errors_cross_processes(error: Exception, kind: type[Exception], words: str):
+    (line,) = [tell(error)]
+    again = told(line)
+    assert type(again) is kind
+    assert words in str(again)
+    if isinstance(error, OSError):
+        assert isinstance(again, OSError)
+        assert again.errno == error.errno
+
+
+def test_too_little_memory_is_said_before_the_model_runs(monkeypatch: pytest.MonkeyPatch):
+    from pipeline.extract.stream import engine
+
+    monkeypatch.setattr(engine, "host_memory_bytes", lambda: 10_000_000_000)
+    with pytest.raises(InputError, match=r"6 shards in memory .* take 26\.0 GB, this machine has 10\.0 GB free"):
+        engine._require_memory(WORK)
+    monkeypatch.setattr(engine, "host_memory_bytes", lambda: 30_000_000_000)
+    engine._require_memory(WORK)
