@@ -47,6 +47,9 @@ class TargetSection(Section):
     """GPUs that share the target."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory that the engine may take; ignored on the CPU."""
+    load_format: Literal["auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy"] = "auto"
+    """How vLLM reads the weights, by its own name for it. `fastsafetensors` (GPUs; the package must be installed) and
+    `runai_streamer` read many files at once; `dummy` makes weights up, for benchmarks."""
     max_length: Count = 2048
     """Longest sample in tokens, prompt and answer together. Longer ones are cut (and counted)."""
 

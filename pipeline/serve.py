@@ -57,6 +57,7 @@ def arguments(config: Run, target: Target, draft: Path | None) -> list[str]:
         "--host": section.host,
         "--port": section.port,
         "--dtype": settings.dtype,
+        "--load-format": settings.load_format,
         "--tensor-parallel-size": settings.tensor_parallel_size,
         "--seed": config.seed,
     }

@@ -64,6 +64,7 @@ class VllmEngine:
                 "model": str(self.target.folder.resolve()),
                 "trust_remote_code": self.target.trust_remote_code,
                 "dtype": section.dtype,
+                "load_format": section.load_format,
                 "tensor_parallel_size": section.tensor_parallel_size,
                 "gpu_memory_utilization": section.gpu_memory_utilization,
                 "max_model_len": longest,

@@ -48,9 +48,9 @@ class EngineMemory:
 
 
 def engine_memory(
-    config: Run, target: Target, weights: TargetWeights, *, batched_tokens: int, sequences: int, captures: bool
+    config: Run, target: Target, weights: TargetWeights, *, batched_tokens: int, cache_tokens: int, captures: bool
 ) -> EngineMemory:
-    """For forward passes of so many tokens, with so many sequences of target.max_length at once."""
+    """For forward passes of so many tokens, and keys and values of so many at once."""
     gpus, item = config.target.tensor_parallel_size, target.dtype.itemsize
     forecast = config.forecast
     quantised = target.config.get("quantization_config")
@@ -62,7 +62,7 @@ def engine_memory(
         captured=states,
         overhead=forecast.gpu_overhead_gib * GIB,
         cache_per_token=_cache_numbers(target, gpus) * item,
-        cache_tokens=sequences * config.target.max_length,
+        cache_tokens=cache_tokens,
         limit=config.target.gpu_memory_utilization * forecast.gpu_memory_gib * GIB,
     )
 

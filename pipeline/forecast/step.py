@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.config import Run
 from pipeline.errors import InputError
+from pipeline.extract.stream import bounds
 from pipeline.forecast import disk
 from pipeline.forecast.data import Data, data_of
 from pipeline.forecast.engine_memory import GIB, EngineMemory, engine_memory
@@ -85,8 +86,10 @@ def run(config: Run) -> None:
         ("disk", _disk_rows(facts)),
         ("hours", _hour_rows(facts)),
         (_memory_heading(facts), _memory_rows(facts)),
+        ("memory of the machine", _host_rows(facts)),
     ):
-        print("\n".join([heading] * bool(heading) + [f"  {name:<18} {value}" for name, value in rows]))
+        if rows:
+            print("\n".join([heading] * bool(heading) + [f"  {name:<18} {value}" for name, value in rows]))
     if facts.unfit:
         raise InputError(f"forecast: does not fit: {', '.join(dict.fromkeys(facts.unfit))}")
 
@@ -213,7 +216,12 @@ def _memory_rows(facts: Forecast) -> Rows:
     if config.prepare.regenerate:
         wanted = config.prepare.max_num_seqs
         memory = engine_memory(
-            config, facts.target, facts.weights, batched_tokens=BATCHED_TOKENS, sequences=1, captures=False
+            config,
+            facts.target,
+            facts.weights,
+            batched_tokens=BATCHED_TOKENS,
+            cache_tokens=config.target.max_length,
+            captures=False,
         )
         at_once = max(0, memory.room_tokens // config.target.max_length)
         rows += _engine_rows(facts, "prepare", memory)
@@ -223,10 +231,24 @@ def _memory_rows(facts: Forecast) -> Rows:
         facts.target,
         facts.weights,
         batched_tokens=config.extract.max_batched_tokens,
-        sequences=config.extract.max_num_seqs,
+        cache_tokens=bounds.cache_tokens(config),
         captures=True,
     )
     return [*rows, *_engine_rows(facts, "extract", memory), *_training_rows(facts)]
+
+
+def _host_rows(facts: Forecast) -> Rows:
+    """What engine `stream` holds of states. Engine `speculators` holds one shard and some steps."""
+    section, target = facts.config.extract, facts.target
+    if section.engine != "stream":
+        return []
+    token_bytes = STATES_PER_TOKEN * target.hidden_size * target.dtype.itemsize
+    ring, shards = bounds.RING_STEPS * bounds.stage_bytes(section, token_bytes), bounds.shards_in_hand(section)
+    in_hand = _gb(shards * section.shard_tokens * token_bytes)
+    return [
+        ("extract", _gb(bounds.host_bytes(section, token_bytes))),
+        ("", f"{shards} shards in hand {in_hand} + {bounds.RING_STEPS} steps on their way {_gb(ring)}, pinned"),
+    ]
 
 
 def _engine_rows(facts: Forecast, step: str, memory: EngineMemory) -> Rows:

@@ -4,10 +4,12 @@ import json
 import shutil
 import struct
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.config import Run, TargetSection
 from pipeline.errors import ConfigError, InputError
+from pipeline.extract.stream import bounds
 from pipeline.preflight.finding import Facts, Finding, State
 from pipeline.store import read_manifest
 from pipeline.target import Target, is_hub_name
@@ -31,6 +33,9 @@ def target_model(facts: Facts) -> Finding:
         Target(section).require_pin()
     except ConfigError as error:
         return Finding(State.FAIL, str(error).removeprefix("target: "))
+    if section.load_format == "fastsafetensors" and find_spec("fastsafetensors") is None:
+        advice = "Install it, or leave target.load_format at auto"
+        return Finding(State.FAIL, f"target.load_format fastsafetensors: the package is not installed. {advice}")
     path, folder = section.path, local_folder(section)
     if folder is None:
         if section.gguf and not Path(path).exists():
@@ -117,6 +122,14 @@ def is_whole(path: Path) -> bool:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return False
     return path.stat().st_size == 8 + length + max(ends, default=0)
+
+
+def states_in_memory(config: Run, target: Target) -> int:
+    """Bytes of states that extract holds in host memory: the shards in hand of engine `stream`. The other one holds
+    little."""
+    if config.extract.engine != "stream":
+        return 0
+    return bounds.host_bytes(config.extract, STATES_PER_TOKEN * target.hidden_size * DTYPE_BYTES[config.target.dtype])
 
 
 # ---- The disk

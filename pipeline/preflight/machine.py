@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline import engine
 from pipeline.preflight.finding import Facts, Finding, State
 from pipeline.preflight.gpus import Gpu
-from pipeline.preflight.inputs import readable_target, weight_bytes
+from pipeline.preflight.inputs import readable_target, states_in_memory, weight_bytes
 
 DRIVER_AT_LEAST = 580
 """What users of the RTX PRO 6000 found to work (local-inference-lab/rtx6kpro). An older one is warned of."""
@@ -104,12 +104,14 @@ def _memory_wanted(facts: Facts) -> tuple[float, str]:
     target = readable_target(facts.config)
     if target is None:
         return 0, ""
+    extract = states_in_memory(facts.config, target)
     if facts.without_gpus:
-        return weight_bytes(target.folder) + engine.CPU_KV_CACHE_GB * 1e9, "the engine's weights, keys and values"
-    return (
-        8.0 * target.vocab_size * target.hidden_size * facts.gpus_wanted,
-        f"train: the target's embedding and output rows in float32, {facts.gpus_wanted} processes",
-    )
+        size = weight_bytes(target.folder) + engine.CPU_KV_CACHE_GB * 1e9
+        return size + extract, f"the engine's weights, keys and values{', and the shards in hand' if extract else ''}"
+    train = 8.0 * target.vocab_size * target.hidden_size * facts.gpus_wanted
+    if extract > train:
+        return extract, "extract: the shards in hand"
+    return train, f"train: the target's embedding and output rows in float32, {facts.gpus_wanted} processes"
 
 
 def _available_bytes() -> int:

@@ -8,6 +8,8 @@ import pytest
 
 from pipeline import engine, patching
 from pipeline.config import Run
+from pipeline.errors import InputError
+from pipeline.target import Target
 from tests.kimi.model import pinned, write_config
 
 
@@ -35,6 +37,15 @@ def test_patches_are_part_of_what_a_run_key_calls_the_engine():
     digest = patching.patch_set_digest("vllm", "0.16.0")
     assert engine.identity() == f"{engine.version()}, patches {digest}"
     assert engine.identity(sys.executable) == engine.version()
+
+
+def test_the_way_to_load_is_passed_on_and_weights_that_are_made_up_have_a_key_of_their_own(tmp_path):
+    write_config(tmp_path, "float32")
+    dummy = run_of(pinned(tmp_path) | {"load_format": "dummy"})
+    assert engine.engine_arguments(dummy)["load_format"] == "dummy"
+    assert Target(dummy.target).fingerprint.endswith("-dummy")
+    with pytest.raises(InputError, match="has no weights"):
+        _ = Target(run_of(pinned(tmp_path)).target).fingerprint
 
 
 def test_kimi_is_asked_for_text_alone_and_with_its_tokenizer(tmp_path):

@@ -332,6 +332,27 @@ def test_training_on_gpus_wants_the_targets_ends_in_every_process(facts, gpu_bui
     assert "about 75.2 GB wanted" in finding.text
 
 
+def test_shards_in_hand_want_memory(facts, gpu_build, memory, model):
+    """Kimi-K2.5: six shards of 65,536 tokens and four steps of 8,192, 57,344 bytes a token: more than one trainer."""
+    config = json.loads((model / "config.json").read_text()) | {"vocab_size": 163840, "hidden_size": 7168}
+    (model / "config.json").write_text(json.dumps(config))
+    memory(available=24)
+    extract = {"engine": "stream", "shard_tokens": 65536, "max_batched_tokens": 8192}
+    finding = found(facts(Nvml([99]), target={"dtype": "bfloat16"}, extract=extract))["host memory"]
+    assert finding.state is WARNING
+    assert "about 24.4 GB wanted (extract: the shards in hand)" in finding.text
+
+
+def test_a_way_to_load_that_is_not_installed(facts, monkeypatch):
+    settings = {"target": {"load_format": "fastsafetensors"}}
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
+    finding = found(facts(**settings))["target model"]
+    assert finding.state is FAIL
+    assert "fastsafetensors: the package is not installed" in finding.text
+    monkeypatch.setattr(inputs, "find_spec", lambda name: "there")
+    assert found(facts(**settings))["target model"].state is OK
+
+
 def test_shared_memory_matters_to_several_gpus_only(facts, gpu_build, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(64 << 20, 0, 10**15))

@@ -19,7 +19,8 @@ from pipeline.extract.check import FAULT
 from pipeline.extract.engines import Order, Went
 from pipeline.extract.plan import remaining
 from pipeline.extract.speculators_engine import last_position_usable, prepare_environment, speculators_silenced
-from pipeline.extract.stream.work import RELEASE, REQUESTS_OF_TWO_STEPS, Place, Report, Work, host_memory_bytes, told
+from pipeline.extract.stream import bounds
+from pipeline.extract.stream.work import RELEASE, Place, Report, Work, host_memory_bytes, told
 from pipeline.preflight.gpus import read_gpus
 from pipeline.store import Shard
 from pipeline.store.samples import Sample
@@ -49,7 +50,7 @@ class StreamEngine:
                 "extract",
                 max_model_len=config.target.max_length + 1,  # vLLM keeps a place for the token that ends the request
                 max_num_batched_tokens=section.max_batched_tokens,
-                max_num_seqs=REQUESTS_OF_TWO_STEPS * section.max_num_seqs,
+                max_num_seqs=bounds.STEPS_UNDER_WAY * section.max_num_seqs,
                 enable_chunked_prefill=True,
                 enforce_eager=True,  # hooks are not seen by compiled models
                 worker_extension_cls="pipeline.extract.stream.worker.StreamWorkerExtension",
@@ -70,16 +71,19 @@ class StreamEngine:
         gpus = [] if engine.on_cpu() else read_gpus().visible
         if not gpus:
             return {}
-        section, item = self._config, self._target.dtype.itemsize
-        rows = section.extract.max_batched_tokens
-        stage_bytes = len(self._layer_ids) * rows * self._target.hidden_size * item
-        return {"gpu_memory_utilization": section.target.gpu_memory_utilization - stage_bytes / gpus[0].total_bytes}
+        stage_bytes = bounds.stage_bytes(self._config.extract, self._token_bytes)
+        share = self._config.target.gpu_memory_utilization - stage_bytes / gpus[0].total_bytes
+        return {"gpu_memory_utilization": share}
+
+    @property
+    def _token_bytes(self) -> int:
+        return len(self._layer_ids) * self._target.hidden_size * self._target.dtype.itemsize
 
     def write(self, order: Order, stopping: Callable[[], bool]) -> Generator[Went]:
         llm = self._llm
         assert llm is not None, "the engine has ended"
         work = self._work(order)
-        _require_memory(work)
+        _require_memory(bounds.host_bytes(self._config.extract, self._token_bytes, work.largest_tokens), work)
         llm.collective_rpc("_stream_begin", args=(work.to_text(),))
         stream = _Stream(llm, work, order, stopping)
         asked = True
@@ -107,6 +111,7 @@ class StreamEngine:
             dtype=str(self._target.dtype).removeprefix("torch."),
             max_batched_tokens=self._config.extract.max_batched_tokens,
             writers=self._config.extract.writers,
+            shards_in_hand=bounds.shards_in_hand(self._config.extract),
             driver_pid=os.getpid(),
         )
 
@@ -195,11 +200,9 @@ class _Stream:
 
 
 def _tell_if_cramped(config: Run, llm: "LLM") -> None:
-    """Where keys and values of two steps may not fit, vLLM begins requests anew when the clock has it so."""
-    cache, section = llm.llm_engine.vllm_config.cache_config, config.extract
-    have = (cache.num_gpu_blocks or 0) * cache.block_size
-    requests = REQUESTS_OF_TWO_STEPS * section.max_num_seqs
-    want = config.target.max_length + REQUESTS_OF_TWO_STEPS * section.max_batched_tokens + requests * cache.block_size
+    """See bounds.cache_tokens."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    have, want = (cache.num_gpu_blocks or 0) * cache.block_size, bounds.cache_tokens(config, cache.block_size)
     if have < want:
         print(
             f"extract  memory holds keys and values of {have:,} tokens, {want:,} would be needed to make the same "
@@ -208,12 +211,12 @@ def _tell_if_cramped(config: Run, llm: "LLM") -> None:
         )
 
 
-def _require_memory(work: Work) -> None:
-    """Raise InputError unless the machine has room for the shards in hand: the kernel would end the worker later."""
+def _require_memory(host_bytes: int, work: Work) -> None:
+    """Raise InputError unless the machine has room for what is in hand: the kernel would end the worker later."""
     available = host_memory_bytes()
-    if work.host_bytes > available:
+    if host_bytes > available:
         raise InputError(
             f"extract: {work.shards_in_hand} shards in memory and the states on their way to them take "
-            f"{work.host_bytes / 1e9:.1f} GB, this machine has {available / 1e9:.1f} GB free. "
+            f"{host_bytes / 1e9:.1f} GB, this machine has {available / 1e9:.1f} GB free. "
             "Lower extract.shard_tokens or extract.writers, or use another engine"
         )

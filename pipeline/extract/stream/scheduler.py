@@ -15,7 +15,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from pipeline.extract.stream.work import RELEASE, REQUESTS_OF_TWO_STEPS, request_place
+from pipeline.extract.stream.bounds import STEPS_UNDER_WAY
+from pipeline.extract.stream.work import RELEASE, request_place
 
 
 class ByShard(Scheduler):
@@ -56,7 +57,7 @@ class ByShard(Scheduler):
         if first is None:
             return []
         shard = request_place(first.request_id).shard
-        room = self.max_num_running_reqs // REQUESTS_OF_TWO_STEPS - len(begun) if shard in self._whole else 0
+        room = self.max_num_running_reqs // STEPS_UNDER_WAY - len(begun) if shard in self._whole else 0
         now = 0
         while now < min(room, len(waiting)) and request_place(waiting[now].request_id).shard == shard:
             now += 1

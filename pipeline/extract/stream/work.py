@@ -18,14 +18,8 @@ from pipeline.errors import ConfigError, InputError, MismatchError, SpaceError, 
 from pipeline.extract.check import Expected
 from pipeline.extract.plan import Planned
 
-RING_STEPS = 4
-"""Steps whose states wait in host memory to be put in their places: one on its way, one being copied, two of slack."""
-REQUESTS_OF_TWO_STEPS = 2
-"""vLLM has two steps under way at most, and counts the requests of both."""
 RELEASE = signal.SIGUSR1
 """What the driver sends to vLLM's engine process before it ends it."""
-FILLING = 2
-"""Shards that are being filled while all writers write: requests in flight reach over a shard's end."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +37,7 @@ class Work:
     dtype: str
     max_batched_tokens: int
     writers: int
+    shards_in_hand: int
     driver_pid: int
 
     @property
@@ -57,21 +52,9 @@ class Work:
         return [shard for shard in self.planned if shard.file in files]
 
     @property
-    def shards_in_hand(self) -> int:
-        """Shards that may be in memory at once, from the first row to the record on the disk."""
-        return self.writers + FILLING
-
-    @property
-    def stage_bytes(self) -> int:
-        """GPU memory: the states of one step."""
-        return len(self.layer_ids) * self.max_batched_tokens * self.hidden_size * self.expected.dtype.itemsize
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the worker: the ring and the shards in hand, whatever the number of samples."""
-        largest = max((shard.tokens for shard in self.todo), default=0)
-        token = len(self.layer_ids) * self.hidden_size * self.expected.dtype.itemsize
-        return RING_STEPS * self.stage_bytes + self.shards_in_hand * largest * token
+    def largest_tokens(self) -> int:
+        """Tokens of the largest shard."""
+        return max((shard.tokens for shard in self.todo), default=0)
 
     def to_text(self) -> str:
         """JSON, for a worker that may be in another process."""

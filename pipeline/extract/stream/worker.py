@@ -22,8 +22,9 @@ from vllm.distributed import get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from pipeline.extract.speculators_engine import ignore_stop_signals
+from pipeline.extract.stream.bounds import RING_STEPS
 from pipeline.extract.stream.ring import Ring
-from pipeline.extract.stream.work import RING_STEPS, Work
+from pipeline.extract.stream.work import Work
 from pipeline.extract.stream.writer import Chunk, Step, Writers
 
 

@@ -198,10 +198,10 @@ class Writers:
             return self._memory.get()
         assert self._allocated < self._work.shards_in_hand, "the driver started more shards than may be in hand"
         self._allocated += 1
-        form, layers = self._work.expected, len(self._work.layer_ids) - 1
-        largest = max(shard.tokens for shard in self._work.todo)
-        aux_TLH = torch.empty(largest, layers, form.hidden_size, dtype=form.dtype)
-        return aux_TLH, torch.empty(largest, form.hidden_size, dtype=form.dtype)
+        work = self._work
+        form, layers = work.expected, len(work.layer_ids) - 1
+        aux_TLH = torch.empty(work.largest_tokens, layers, form.hidden_size, dtype=form.dtype)
+        return aux_TLH, torch.empty(work.largest_tokens, form.hidden_size, dtype=form.dtype)
 
     # The writers
 

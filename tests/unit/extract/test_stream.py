@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.config import ExtractSection, PrepareSection, Run, TargetSection
 from pipeline.errors import InputError
 from pipeline.extract.check import Expected
 from pipeline.extract.plan import Planned
+from pipeline.extract.stream import bounds
 from pipeline.extract.stream.ring import Ring, Slot
 from pipeline.extract.stream.work import Place, Report, Work, request_place, tell, told
 from pipeline.extract.stream.writer import Chunk, OpenShard, Step
@@ -154,7 +156,7 @@ def test_requests_are_known_by_their_names_with_and_without_what_vllm_adds():
 WORK = Work(
     "/prepared", "/hidden",
     [Planned("shard-00000.safetensors", 2, 70000, 5, 8), Planned("shard-00001.safetensors", 1, 9, 9, 8)],
-    ["shard-00000.safetensors"], "0" * 32, [2, 30, 58, 61], 7168, "bfloat16", 8192, 4, 1,
+    ["shard-00000.safetensors"], "0" * 32, [2, 30, 58, 61], 7168, "bfloat16", 8192, 4, 6, 1,
 )  # fmt: skip
 
 
@@ -164,10 +166,18 @@ def test_work_and_reports_are_text():
     assert Report.from_text(report.to_text()) == report
 
 
+RUN = Run(
+    name="r", target=TargetSection(path="/x", max_length=2048), prepare=PrepareSection(sources=["x"]),
+    extract=ExtractSection(writers=4, max_batched_tokens=8192, max_num_seqs=32, shard_tokens=65536),
+)  # fmt: skip
+KIMI_TOKEN_BYTES = 57344
+
+
 def test_memory_is_what_the_settings_say():
-    """Kimi's states: 57,344 bytes a token."""
-    assert WORK.stage_bytes == 8192 * 57344
-    assert WORK.host_bytes == 4 * 8192 * 57344 + 6 * 70000 * 57344
+    assert bounds.stage_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 8192 * 57344
+    assert bounds.host_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 4 * 8192 * 57344 + 6 * 65536 * 57344
+    assert bounds.host_bytes(RUN.extract, KIMI_TOKEN_BYTES, 70000) == 4 * 8192 * 57344 + 6 * 70000 * 57344
+    assert bounds.cache_tokens(RUN) == 2048 + 2 * (8192 + 32 * 16)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +204,5 @@ def test_too_little_memory_is_said_before_the_model_runs(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine, "host_memory_bytes", lambda: 10_000_000_000)
     with pytest.raises(InputError, match=r"6 shards in memory .* take 26\.0 GB, this machine has 10\.0 GB free"):
-        engine._require_memory(WORK)
-    monkeypatch.setattr(engine, "host_memory_bytes", lambda: 30_000_000_000)
-    engine._require_memory(WORK)
+        engine._require_memory(25_960_000_000, WORK)
+    engine._require_memory(9_900_000_000, WORK)

@@ -1,0 +1,39 @@
+"""What engine `stream` holds at most, by the settings alone. Nothing heavy is imported: preflight and forecast ask too.
+
+A token's states are `token_bytes`: captured layers x hidden size x bytes of a number.
+"""
+
+from pipeline.config import ExtractSection, Run
+
+RING_STEPS = 4
+"""Steps whose states wait in host memory to be put in their places: one on its way, one being copied, two of slack."""
+FILLING = 2
+"""Shards that are being filled while all writers write: requests in flight reach over a shard's end."""
+STEPS_UNDER_WAY = 2
+"""vLLM schedules a step while the one before it runs, and counts the requests of both."""
+BLOCK_TOKENS = 16
+"""Of vLLM's cache, on GPUs: a request's keys and values take whole blocks."""
+
+
+def shards_in_hand(section: ExtractSection) -> int:
+    """Shards that may be in memory at once, from the first request of a sample to the record on the disk."""
+    return section.writers + FILLING
+
+
+def stage_bytes(section: ExtractSection, token_bytes: int) -> int:
+    """GPU memory: the states of one step."""
+    return section.max_batched_tokens * token_bytes
+
+
+def host_bytes(section: ExtractSection, token_bytes: int, shard_tokens: int | None = None) -> int:
+    """Memory of the worker: the ring and the shards in hand, the largest of which has `shard_tokens`."""
+    shards = shards_in_hand(section) * (shard_tokens or section.shard_tokens) * token_bytes
+    return RING_STEPS * stage_bytes(section, token_bytes) + shards
+
+
+def cache_tokens(config: Run, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Tokens whose keys and values are wanted at once: those of the steps under way, and of the sample that reaches
+    over them, each request in whole blocks. With fewer, vLLM begins requests anew when the clock has it so."""
+    section = config.extract
+    step = section.max_batched_tokens + section.max_num_seqs * block_tokens
+    return config.target.max_length + STEPS_UNDER_WAY * step
