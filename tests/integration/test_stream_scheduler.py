@@ -17,7 +17,8 @@ MAX_TOKENS, MAX_SEQS, MAX_LENGTH = 300, 8, 1024
 SHARDS = [[60, 50, 300], [90, 20, 45, *[10] * 20], [700], [1], [299, 2, 299], [5] * 40, [3, 1024, 290, 1024], [40, 299]]
 RUN = Run(
     name="r", target=TargetSection(path="/x", max_length=MAX_LENGTH), prepare=PrepareSection(sources=["x"]),
-    extract=ExtractSection(max_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS), train=TrainSection(tokens_per_row=1024),
+    extract=ExtractSection(max_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS),
+    train=TrainSection(tokens_per_row=MAX_LENGTH),
 )  # fmt: skip
 CACHE_BLOCKS = 1 + -(-bounds.cache_tokens(RUN) // bounds.BLOCK_TOKENS)
 """What is said to be enough, and the one that vLLM keeps for itself."""

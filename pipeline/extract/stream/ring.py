@@ -23,7 +23,7 @@ class Slot:
     states_LNH: torch.Tensor
     rows: int = 0
     copied: Any = None
-    """CUDA event: the states have arrived."""
+    """CUDA event: the states have arrived. Whoever waits sleeps; others spin."""
 
     def wait(self) -> None:
         """Wait until the states are here. Other threads run meanwhile."""
@@ -50,7 +50,7 @@ class Ring:
         shape = (len(form.layer_ids), self.max_rows, form.hidden_size)
         for _ in range(self.slots):
             states_LNH = torch.empty(shape, dtype=form.dtype, pin_memory=cuda)
-            self._free.put(Slot(states_LNH, copied=torch.cuda.Event() if cuda else None))
+            self._free.put(Slot(states_LNH, copied=torch.cuda.Event(blocking=True) if cuda else None))
         self._stage_LNH = torch.empty(shape, dtype=form.dtype, device=self.device) if cuda else None
         self._side = torch.cuda.Stream(self.device) if cuda else None
         self._ready = [torch.cuda.Event() for _ in form.layer_ids] if cuda else []
