@@ -158,6 +158,7 @@ def engine_arguments(config: Run, **more: Any) -> dict[str, Any]:
         "skip_tokenizer_init": not target.family.modalities,  # vLLM's processor of images wants the tokenizer
         "trust_remote_code": target.trust_remote_code,
         "dtype": section.dtype,
+        "load_format": section.load_format,
         "tensor_parallel_size": section.tensor_parallel_size,
         "max_model_len": section.max_length,
         "enable_prefix_caching": False,

@@ -43,6 +43,7 @@ class SpeculatorsEngine:
                     config.target.tensor_parallel_size,
                     trust_remote_code=target.trust_remote_code,
                     dtype=config.target.dtype,
+                    load_format=config.target.load_format,
                     max_num_batched_tokens=config.extract.max_batched_tokens,
                     max_num_seqs=config.extract.max_num_seqs,
                     custom_ops=engine.custom_ops(),
