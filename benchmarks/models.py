@@ -1,7 +1,8 @@
 """Models of random weights, prompts, and the run that the step `extract` is given.
 
-A model is a config.json alone: vLLM draws its weights ("dummy": uniform, +-0.001, the same ones every time). States are
-then finite and different from token to token, and as long to compute and as hard to compress as real ones.
+A model is a config.json alone: vLLM draws its weights ("dummy": uniform, +-0.001, the same ones every time). They take
+as much time as real ones. States are finite and different from token to token, but such layers hardly change them, so
+a file system that compresses would do better with them than with real ones: measure on one that does not.
 """
 
 import json
