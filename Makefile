@@ -21,7 +21,7 @@ export AERIE_CONFIG := $(CONFIG)
 endif
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 ##@ Without Docker (each sets up what it needs)
 demo: ## All steps on SmolLM2-135M-Instruct, no GPU: a draft and what it is worth, in 12 minutes (DOCKER=1: in the image)
@@ -71,6 +71,8 @@ board: ## Curves of all runs, on 127.0.0.1:6006
 	$(STEP) --service-ports board $(ARGS)
 shell: ## A shell in the image, with its GPUs and folders
 	$(STEP) shell $(ARGS)
+bench-extract: ## Speed of extract beside prefill, stock speculators and the disk, on random weights (ARGS="--disk runs")
+	$(STEP) --entrypoint 'python -m benchmarks.extract' extract $(ARGS)
 
 ##@ Upkeep
 setup: .venv/.complete ## Make .venv: the locked packages, speculators and vLLM patched
@@ -120,4 +122,4 @@ $(UV): $(LOCKS)/uv.txt
 
 .NOTPARALLEL:
 .PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast merge report serve \
-  board shell setup check lock clean
+  board shell bench-extract setup check lock clean

@@ -43,6 +43,8 @@ class TargetSection(Section):
     """Render prompts with or without reasoning, where the chat template can do both. Default: the template's own."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of weights and captured states. CPU: float32."""
+    load_format: str = "auto"
+    """How vLLM reads the weights, by its own names. `dummy`: it reads none and draws random ones, for benchmarks."""
     tensor_parallel_size: Count = 1
     """GPUs that share the target."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)

@@ -1,0 +1,8 @@
+"""Benchmarks: what the pipeline reaches on the machine at hand, beside what bounds it there.
+
+extract.py   the command `python -m benchmarks.extract`: flags, phases one after the other, table, JSON
+phases.py    what each phase does and measures
+figures.py   what is made of the measurements: rates, medians, the target, the table
+models.py    models of random weights, prompts, the run that the step `extract` is given
+stock.py     speculators 0.3.0 as released, with only what it needs to run at all
+"""

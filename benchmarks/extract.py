@@ -1,0 +1,299 @@
+"""Benchmark of `extract`: tokens per second beside what bounds them, all in one run, with random weights.
+
+    python -m benchmarks.extract --model llama-8b --disk /data --json figures.jsonl    # make bench-extract ARGS="..."
+
+Phases, each in a process of its own, with the same model, prompts and limits:
+
+  prefill       vLLM alone, one token a request: the bound that computing sets
+  stock         speculators 0.3.0 with only the API breaks mended, its generate() and a torch.save a sample, to --tmpfs
+  stream-tmpfs  the step extract with engine `stream`: checks, checksums, fsync, records, manifest; to --tmpfs
+  stream-disk   the same to --disk
+  disk          writing alone, with fsync, to --disk: the bound that the disk sets
+
+A rate counts from the engine being ready to the last token, file or record. Progress is on stderr, on stdout a table,
+and whether extraction to disk reached its target: the lower of 0.95 of prefill and 0.9 of what the disk sustains.
+
+Exit codes: 0 measured; 1 a phase failed (the others are measured), or --require was not met; 2 wrong usage.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Measured, medians, table, target_of, told
+from benchmarks.models import MODELS, Setting, count_parameters, write_model
+from benchmarks.phases import phases
+from benchmarks.stock import BREAKS, FOR_A_CPU, FOR_THE_BENCHMARK, kept_patches, make_variant
+from pipeline import __version__, engine
+from pipeline.errors import ConfigError, UserError
+from pipeline.preflight.gpus import read_gpus
+
+ON_DISK = ("stream-disk", "disk")
+FOR_THE_TARGET = ("prefill", *ON_DISK)
+ALL = tuple(phases(1, 1))
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """The description as it is written; defaults after the flags that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return (action.help or "") + (f" (default: {action.default})" if action.default else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure. Returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        options = _parser().parse_args(given)
+        if options.phase:
+            return _run_phase(options)
+        wanted = _wanted(options)
+        runs, failed = _run_all(options, wanted, given)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    target = target_of(medians(runs))
+    _print_page(options, runs, failed)
+    if options.json:
+        with options.json.open("a") as file:
+            file.write(json.dumps(_facts(options, runs, failed)) + "\n")
+    return 1 if failed or (options.require and not (target and target.is_reached)) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    kept = "\n".join(f"  {name}\n      {why}" for name, why in (BREAKS | FOR_THE_BENCHMARK).items())
+    cpu = "\n".join(f"  {name}\n      on a CPU only: {why}" for name, why in FOR_A_CPU.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.extract",
+        description=__doc__,
+        epilog=f"patches that `stock` keeps:\n{kept}\n{cpu}",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    models = ", ".join(f"{name} ({count_parameters(config) / 1e9:.3g} billion)" for name, config in MODELS.items())
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="tiny" if engine.on_cpu() else "llama-8b",
+        help=f"shapes of the model, with their parameters: {models}")  # fmt: skip
+    add("--prompts", type=_count, default=256, metavar="N", help="prompts, random token ids")
+    add("--tokens", type=_count, default=1024, metavar="N", help="tokens of each prompt")
+    add("--batched-tokens", type=_count, default=8192, metavar="N", help="tokens of one forward pass")
+    add("--batch", type=_count, default=8, metavar="N",
+        help="prompts of one generate() of `stock`; lowered, and said so, to what fits one forward pass, because stock "
+        "loses the rows beyond it")  # fmt: skip
+    add("--shard-tokens", type=_count, default=8192, metavar="N",
+        help="tokens of one shard. The step's own default, 65536, is for long runs: most of a short one's time would "
+        "go to the writing of its last shards")  # fmt: skip
+    add("--writers", type=_count, default=4, metavar="N", help="shards, or files of `disk`, that are written at once")
+    add("--tensor-parallel", type=_count, default=1, metavar="N", help="GPUs that share the model")
+    add("--phases", type=_names, default=None, metavar="A,B",
+        help=f"which, of {','.join(ALL)}; default: all, without --disk those that need no disk")  # fmt: skip
+    add("--tmpfs", type=Path, default=Path("/dev/shm"), metavar="DIR",
+        help="folder in memory, for the states of one phase at a time (llama-8b: 32,768 bytes a token)")  # fmt: skip
+    add("--disk", type=Path, metavar="DIR", help="folder on the disk that is measured, with room for the same")
+    add("--disk-gb", type=float, default=4.0, metavar="GB",
+        help="what `disk` writes at least, in 10^9 bytes; the states' bytes if they are more")  # fmt: skip
+    add("--repeat", type=_count, default=1, metavar="N", help="rounds of all phases; the table has each one's median")
+    add("--json", type=Path, metavar="FILE", help="file to which one line is appended: machine, versions, all runs")
+    add("--require", action="store_true", help="exit with 1 unless extraction to disk reached its target")
+    add("--phase", choices=ALL, help=argparse.SUPPRESS)  # in a child: do this one, in --place, and write --result
+    add("--place", type=Path, help=argparse.SUPPRESS)
+    add("--model-folder", type=Path, help=argparse.SUPPRESS)
+    add("--result", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in ALL]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no phase; there are {', '.join(ALL)}")
+    return [name for name in ALL if name in names]
+
+
+def _wanted(options: argparse.Namespace) -> list[str]:
+    """The phases to run. Raises ConfigError for flags that do not go together."""
+    wanted = options.phases or [name for name in ALL if options.disk or name not in ON_DISK]
+    if needs := [name for name in wanted if name in ON_DISK and not options.disk]:
+        raise ConfigError(f"bench: phase {needs[0]} measures a disk: give a folder on it with --disk")
+    if options.require and (lacks := [name for name in FOR_THE_TARGET if name not in wanted]):
+        raise ConfigError(f"bench: --require needs phase {lacks[0]} as well{'' if options.disk else ', and --disk'}")
+    for name, folder in (("--tmpfs", options.tmpfs), ("--disk", options.disk)):
+        if folder and not folder.is_dir():
+            raise ConfigError(f"bench: {name} {folder} is not a folder")
+    limit = MODELS[options.model]["max_position_embeddings"] - 1
+    if options.tokens > limit:
+        raise ConfigError(f"bench: {options.model} takes prompts of {limit} tokens at most (--tokens)")
+    if "stock" in wanted and options.tokens > options.batched_tokens:
+        raise ConfigError(
+            "bench: a prompt exceeds --batched-tokens, where stock loses rows. Leave `stock` out of --phases"
+        )
+    return wanted
+
+
+def _setting(options: argparse.Namespace) -> Setting:
+    return Setting(
+        model=options.model,
+        prompts=options.prompts,
+        tokens=options.tokens,
+        batched_tokens=options.batched_tokens,
+        shard_tokens=options.shard_tokens,
+        writers=options.writers,
+        tensor_parallel=options.tensor_parallel,
+        dtype="float32" if engine.on_cpu() else "bfloat16",
+    )
+
+
+def _batch(options: argparse.Namespace) -> int:
+    return max(1, min(options.batch, options.batched_tokens // options.tokens))
+
+
+# ---- The parent
+
+
+def _run_all(options: argparse.Namespace, wanted: list[str], given: list[str]) -> tuple[list[Measured], list[str]]:
+    """All runs of all phases, and the names of the phases that failed, each once."""
+    runs: list[Measured] = []
+    failed: list[str] = []
+    began = time.monotonic()
+    if "stock" in wanted and _batch(options) < options.batch:
+        _say(f"stock runs {_batch(options)} prompts a batch, not {options.batch}: more exceed --batched-tokens")
+    with tempfile.TemporaryDirectory(prefix="aerie-bench-", dir=options.tmpfs) as name:
+        work = Path(name)
+        write_model(work / "model", options.model)
+        for turn in range(options.repeat):
+            for phase in wanted:
+                more = f", round {turn + 1} of {options.repeat}" if options.repeat > 1 else ""
+                _say(f"{phase}{more}, {time.monotonic() - began:.0f} s after the start")
+                measured = _in_child(options, phase, given, work)
+                if measured:
+                    runs.append(measured)
+                    _say(told(measured))
+                elif phase not in failed:
+                    failed.append(phase)
+    return runs, failed
+
+
+def _in_child(options: argparse.Namespace, phase: str, given: list[str], work: Path) -> Measured | None:
+    """Run one phase in a process of its own; None when it failed, its reason is on stderr then."""
+    result, variant = work / "result.json", work / "stock"
+    result.unlink(missing_ok=True)
+    if phase == "stock" and not variant.is_dir():
+        try:
+            make_variant(variant, kept_patches())
+        except UserError as error:
+            _say(f"stock FAILED: {error}")
+            return None
+    with tempfile.TemporaryDirectory(prefix="aerie-bench-", dir=options.disk if phase in ON_DISK else work) as place:
+        own = ["--phase", phase, "--place", place, "--model-folder", str(work / "model"), "--result", str(result)]
+        command = [sys.executable, "-m", "benchmarks.extract", *given, *own]
+        done = subprocess.run(
+            command, stdout=sys.stderr, env=_environment(options, variant if phase == "stock" else None), check=False
+        )
+    if done.returncode or not result.is_file():
+        _say(f"{phase} FAILED with {done.returncode}, its own error is above")
+        return None
+    return Measured(**json.loads(result.read_bytes()))
+
+
+def _environment(options: argparse.Namespace, variant: Path | None) -> dict[str, str]:
+    """Of a child. Random weights send all tokens to the same experts, which no real model does: vLLM is to draw them
+    at random for each token instead."""
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}  # as the pipeline's steps run, see pipeline.__main__
+    if "n_routed_experts" in MODELS[options.model]:
+        environment["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
+    if variant:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(variant), os.environ.get("PYTHONPATH")]))
+    return environment
+
+
+def _say(line: str) -> None:
+    print(f"bench  {line}", file=sys.stderr, flush=True)
+
+
+# ---- A child
+
+
+def _run_phase(options: argparse.Namespace) -> int:
+    run = phases(_batch(options), int(options.disk_gb * 1e9))[options.phase]
+    measured = run(options.place, options.model_folder, _setting(options))
+    fields = {name: getattr(measured, name) for name in measured.__dataclass_fields__}
+    options.result.write_text(json.dumps(fields))
+    return 0
+
+
+# ---- What is shown
+
+
+def _print_page(options: argparse.Namespace, runs: list[Measured], failed: list[str]) -> None:
+    setting, machine, best = _setting(options), _machine(), medians(runs)
+    parameters = count_parameters(MODELS[setting.model]) / 1e9
+    print(
+        f"{setting.model}, {parameters:.3g} billion random weights in {setting.dtype}; {setting.prompts:,} prompts of "
+        f"{setting.tokens:,} tokens, {setting.batched_tokens:,} a forward pass; {setting.bytes_per_token:,} bytes of "
+        f"states a token\n{machine['gpu'] or machine['cpu']}, {machine['vllm']}, torch {machine['torch']}, "
+        f"{machine['date']}\n"
+    )
+    print(table(best, runs))
+    for phase in failed:
+        print(f"{phase}  FAILED")
+    if target := target_of(best):
+        print(f"\n{target.text()}")
+
+
+def _facts(options: argparse.Namespace, runs: list[Measured], failed: list[str]) -> dict[str, Any]:
+    """All of it, for programs."""
+    target = target_of(medians(runs))
+    shown = ("model", "prompts", "tokens", "batched_tokens", "shard_tokens", "writers", "tensor_parallel", "repeat")
+    return {
+        "benchmark": "extract",
+        "machine": _machine(),
+        "setting": {name: getattr(options, name) for name in shown}
+        | {"batch": _batch(options), "dtype": _setting(options).dtype},
+        "parameters": count_parameters(MODELS[options.model]),
+        "runs": [run.facts() for run in runs],
+        "medians": {run.phase: run.facts() for run in medians(runs)},
+        "failed": failed,
+        "target": {"tokens_per_s": target.tokens_per_s, "is_reached": target.is_reached} if target else None,
+    }
+
+
+def _machine() -> dict[str, Any]:
+    gpus = read_gpus()
+    names = [line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")]
+    return {
+        "gpu": gpus.visible[0].name if gpus.visible else None,
+        "gpus": len(gpus.visible),
+        "driver": gpus.driver or None,
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "aerie": __version__,
+        "vllm": engine.version(),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def _cpu_lines() -> Iterator[str]:
+    path = Path("/proc/cpuinfo")
+    yield from path.read_text().splitlines() if path.is_file() else ()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
