@@ -130,12 +130,8 @@ def count_parameters(config: dict[str, Any]) -> int:
 
 
 def write_model(folder: Path, name: str) -> None:
-    """A model's folder: config.json, and what is asked of a model that has weights.
-
-    The tokenizer, 256 bytes and an end, is for speculators' generator, which loads one and asks only for the end. The
-    weight file is empty: a run key hashes the weight files, and "dummy" opens none.
-    """
-    from safetensors.numpy import save_file
+    """A model's folder: config.json, and a tokenizer of 256 bytes and an end: speculators loads one, and asks
+    it for the end only."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir(parents=True)
@@ -144,7 +140,6 @@ def write_model(folder: Path, name: str) -> None:
     Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges=[])).save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(about) + "\n")
-    save_file({}, folder / "model.safetensors", {"weights": "random"})
 
 
 def make_prompts(setting: Setting) -> list[list[int]]:

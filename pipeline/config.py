@@ -43,15 +43,13 @@ class TargetSection(Section):
     """Render prompts with or without reasoning, where the chat template can do both. Default: the template's own."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of weights and captured states. CPU: float32."""
-    load_format: str = "auto"
-    """How vLLM reads the weights, by its own names. `dummy`: it reads none and draws random ones, for benchmarks."""
     tensor_parallel_size: Count = 1
     """GPUs that share the target."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory that the engine may take; ignored on the CPU."""
     load_format: Literal["auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy"] = "auto"
     """How vLLM reads the weights, by its own name for it. `fastsafetensors` (GPUs; the package must be installed) and
-    `runai_streamer` read many files at once; `dummy` makes weights up, for benchmarks."""
+    `runai_streamer` read many files at once; `dummy` reads none and draws random ones, for benchmarks."""
     max_length: Count = 2048
     """Longest sample in tokens, prompt and answer together. Longer ones are cut (and counted)."""
 
