@@ -36,7 +36,7 @@ def bench(request: pytest.FixtureRequest) -> SimpleNamespace:
         ),
         prepare=PrepareSection(sources=["unused"]),
     )
-    with speculators_engine._quiet():
+    with speculators_engine.speculators_silenced():
         from tests.aux_states import AuxStatesExtension
     name = f"{AuxStatesExtension.__module__}.{AuxStatesExtension.__name__}"
     limits = {"max_num_batched_tokens": TOKENS_A_PASS, "max_num_seqs": 8}
