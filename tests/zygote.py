@@ -1,4 +1,4 @@
-"""Attempts at a step on the real engine, each in a process of its own that is ready in two seconds instead of thirty.
+"""Attempts at a step on the real engine, each in a process of its own that is ready in a second instead of thirty.
 
 A zygote is a process that has imported everything, and has started nothing: no engine, no thread of OpenMP's, so that
 it can be forked. Each attempt is a fork of it that calls the command line's `main`. The engine is vLLM's own, from its

@@ -5,6 +5,8 @@ Kimi-K2.5, whose text model lies inside a wrapper, has 300 tokens a pass.
 """
 
 import errno
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -28,10 +30,11 @@ from pipeline.store.states import StatesReader
 from pipeline.target import Target
 from tests.kimi.model import pinned, save_text_model
 from tests.models import Reference, max_relative_error
-from tests.runs import contents, make_samples, write_prepared
+from tests.runs import contents, make_samples, write_prepared, write_run
 
 pytest.importorskip("vllm")
 
+ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-4
 MAX_LENGTH = 1024
 LAYER_IDS = [1, 2, 5, 8]
@@ -355,3 +358,28 @@ def test_a_worker_that_mistakes_rows_is_found_out(
     with pytest.raises((InputError, RuntimeError), match=words):
         list(bench.engine.write(order, lambda: False))
     assert not (order.folder / "shard-00000.safetensors").exists()
+
+
+# ---- The step
+
+LENGTHS = [120, 1, 333, 64, 200, 200, 17, 380, 512, 5, 90, 150]
+
+
+def test_two_workers_that_share_the_target_write_each_sample_once(llama_folder: Path, tmp_path: Path):
+    """Tensor parallel 2: both compute all states, the first one writes them; sums over two halves round otherwise."""
+    config, samples = write_run(tmp_path, llama_folder, make_samples(LENGTHS)), make_samples(LENGTHS)
+    flags = ["--extract.engine", "stream", "--target.tensor_parallel_size", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "extract", "--config", str(config), *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1, "the step says one closing line, the engine nothing"
+    reader, reference = StatesReader(tmp_path / "runs" / "test" / "hidden"), Reference(llama_folder)
+    assert reader.sample_ids == [sample.sample_id for sample in samples]
+    for index, sample in enumerate(samples):
+        got, want = reader.read(index), reference.states(sample.input_ids_S.tolist())
+        assert got.input_ids_S.tolist() == sample.input_ids_S.tolist()
+        assert max_relative_error(got.last_states_SH, want[8]) < TOLERANCE
+        for place, layer in enumerate([2, 4, 5]):
+            assert max_relative_error(got.aux_states_SLH[:, place], want[layer]) < TOLERANCE
