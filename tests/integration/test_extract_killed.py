@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -230,7 +231,8 @@ def test_both_engines_write_the_same_files(zygote: Zygote, llama_folder: Path, t
 
 
 def stop_in_commit(asked: str) -> None:
-    """In the process: SIGTERM between a shard's file and its name. The samples that were asked for go to `asked`."""
+    """In the process: SIGTERM between a shard's file and its name, which takes its time, so that what is in hand is not
+    finished by chance. The samples that were asked for go to `asked`."""
     from pipeline.extract.stream import engine
 
     ask = engine._Stream._ask
@@ -241,7 +243,12 @@ def stop_in_commit(asked: str) -> None:
             file.write(f"{sample.sample_id}\n")
 
     engine._Stream._ask = ask_and_note
-    around_rename(FILES[1], lambda: os.kill(os.getpid(), signal.SIGTERM), before=True)
+
+    def stop_and_linger() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+
+    around_rename(FILES[1], stop_and_linger, before=True)
 
 
 def test_sigterm_during_a_commit_lets_the_shards_in_hand_be_finished(bench: Bench, config: Path):
