@@ -35,7 +35,7 @@ endif
 test: setup .venv-serve/.complete ## All tests that need no Docker, on the real engine, in 12 minutes (ARGS="-k states")
 	$(RUN) -m pytest $(ARGS)
 
-soak: setup ## kill -9 at a thousand random moments against extract: nothing may be lost (ARGS="--kills 5000"); 3 minutes
+soak: setup ## kill -9 at a thousand random moments against extract: nothing may be lost in 3 minutes (ARGS="--engine stream --kills 200": vLLM)
 	$(RUN) -m tests.soak $(ARGS)
 
 ##@ The image (docker/image.sh says more)

@@ -1,4 +1,5 @@
-"""The step extract with a stand-in for its engine: for tests of all that is not the engine."""
+"""The step extract with a stand-in for its engine, for tests of all that is not the engine; and, for every engine,
+processes that kill themselves at a named point."""
 
 import os
 import signal
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 
 from pipeline.__main__ import main
+from pipeline.extract import step
 from pipeline.extract.engines import Captured
+from pipeline.extract.stream import writer
 from pipeline.store import atomic, tensors
 from pipeline.store.samples import Sample
 
@@ -126,25 +129,17 @@ def killed_in(config: Path, point: str) -> None:
     """Run the step in a child that kills itself at one of POINTS."""
 
     def work() -> int:
-        _arm(point)
+        arm(point)
         return extract(config)
 
     assert ended(in_child(work)) == -signal.SIGKILL, f"not killed {point}"
 
 
-def _arm(point: str) -> None:
-    """In the child: replace what `point` names by something that kills the process there."""
-    rename, sync, save = os.replace, atomic.sync, tensors.save_file
+def arm(point: str) -> None:
+    """In the process to be killed, whatever its engine: replace what `point` names by something that kills it there."""
+    sync, save = atomic.sync, tensors.save_file
     before = {"before the rename": FILES[2], "before the record": "shard-00002.json", "before the manifest": MANIFEST}
     after = {"after the record": "shard-00002.json", "after the manifest": MANIFEST}
-
-    def replace(source, destination, **keywords):
-        name = Path(destination).name
-        if before.get(point) == name:
-            kill_myself()
-        rename(source, destination, **keywords)
-        if after.get(point) == name:
-            kill_myself()
 
     def sync_or_die(path: Path) -> None:
         if path.name == f".{FILES[2]}.tmp":
@@ -157,15 +152,47 @@ def _arm(point: str) -> None:
             os.truncate(path, path.stat().st_size // 2)
             kill_myself()
 
-    def fault(self, captured: Captured, sample: Sample) -> Captured:
-        if sample.sample_id == "sample-3":
-            kill_myself()
-        return captured
-
-    os.replace = replace
-    if point == "after the temporary file":
+    if point in before:
+        around_rename(before[point], kill_myself, before=True)
+    elif point in after:
+        around_rename(after[point], kill_myself, before=False)
+    elif point == "after the temporary file":
         atomic.sync = sync_or_die
     elif point == "in the middle of the temporary file":
         tensors.save_file = save_half
-    elif point == "while states are computed":
-        StandIn.fault = fault
+    else:
+        assert point == "while states are computed", point
+        on_states_of("sample-3", kill_myself)
+
+
+def around_rename(name: str, act: Callable[[], None], *, before: bool) -> None:
+    """`act` when a temporary file takes the name `name`, before or after that."""
+    rename = os.replace
+
+    def replace(source, destination, **keywords):
+        its = Path(destination).name == name
+        if its and before:
+            act()
+        rename(source, destination, **keywords)
+        if its and not before:
+            act()
+
+    os.replace = replace
+
+
+def on_states_of(sample_id: str, act: Callable[[], None]) -> None:
+    """`act` when states of a sample come from the model: at the step, or at the threads of the engine `stream`."""
+    check, take = step.check_captured, writer.OpenShard.take
+
+    def check_or_act(sample: Sample, *arguments) -> None:
+        if sample.sample_id == sample_id:
+            act()
+        check(sample, *arguments)
+
+    def take_or_act(self: writer.OpenShard, number: int, *arguments) -> None:
+        if self.samples[number].sample_id == sample_id:
+            act()
+        take(self, number, *arguments)
+
+    step.check_captured = check_or_act
+    writer.OpenShard.take = take_or_act  # type: ignore[method-assign]

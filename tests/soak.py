@@ -1,7 +1,8 @@
-"""A campaign of kill -9 at random moments against the step extract, with a stand-in for its engine.
+"""A campaign of kill -9 at random moments against the step extract.
 
-    make soak                                   # 1,000 kills, some minutes
-    python -m tests.soak --kills 200 --seed 7   # another one
+    make soak                                                   # 1,000 kills, a stand-in for the engine, some minutes
+    make soak ARGS="--engine stream --kills 200"                # vLLM; so does --engine speculators
+    python -m tests.soak --kills 200 --seed 7                   # another one
 
 Each round makes one hidden/ from nothing, by one process or by two that take a part each, while all of them are killed
 again and again, and files are damaged now and then; it ends when the folder is finished. Every kept shard must be whole
@@ -18,16 +19,63 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from pipeline.__main__ import main as command
 from pipeline.extract import engines, step
 from pipeline.store import file_sha256
-from tests.extraction import HIDDEN, NUM_LAYERS, Slow, ended, extract, in_child
+from tests.extraction import HIDDEN, MANIFEST, NUM_LAYERS, Slow, ended, in_child
 from tests.runs import contents, make_samples, write_run
+from tests.zygote import Zygote
 
 LENGTHS = [30, 1, 50, 20, 45, 60, 5, 5, 64, 12, 33, 7, 60, 60, 2, 18, 40, 22, 9, 51] * 2
+LOADING = 0.15
+"""Share of the processes that are killed at a moment of the engine's start, if it has one; the others after it."""
+SMALL_STEPS = ["--extract.max_batched_tokens", "120", "--extract.max_num_seqs", "8"]
+"""For vLLM: with its cache in a few megabytes, see tests.zygote."""
+
+
+class Attempt(Protocol):
+    """A process at work; tests.zygote.Attempt is one."""
+
+    def wait_until_ready(self) -> bool:
+        """Wait until the engine has started. False: the process ended before."""
+        ...
+
+    def end(self, after_s: float | None = None) -> int:
+        """Wait until it has ended, or so long, then kill it. Its exit code, or the negative number of the signal."""
+        ...
+
+
+Begin = Callable[[Sequence[str]], Attempt]
+"""Starts the command line with arguments in a process of its own."""
+
+
+@dataclass
+class Forked:
+    """A child of this process, whose engine is a stand-in and ready at once."""
+
+    pid: int
+
+    @classmethod
+    def begin(cls, arguments: Sequence[str]) -> "Forked":
+        return cls(in_child(lambda: command(list(arguments))))
+
+    def wait_until_ready(self) -> bool:
+        return True
+
+    def end(self, after_s: float | None = None) -> int:
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            if not select.select([descriptor], [], [], after_s)[0]:
+                os.kill(self.pid, signal.SIGKILL)
+            return ended(self.pid)
+        finally:
+            os.close(descriptor)
 
 
 @dataclass
@@ -35,56 +83,91 @@ class Result:
     """What a campaign has seen."""
 
     kills: int = 0
+    loading: int = 0
+    """Kills at a moment of the engine's start."""
     rounds: int = 0
     damaged: int = 0
     checked_bytes: int = 0
 
 
-def campaign(folder: Path, target: Path, kills: int, seed: int) -> Result:
-    """Kill so many processes. Raises AssertionError where anything is lost or different."""
-    chance, result = random.Random(seed), Result()
-    whole = _run(folder / "undisturbed", target)
-    began = time.monotonic()
-    assert ended(in_child(lambda: extract(whole))) == 0
-    length_s = time.monotonic() - began
-    want = contents(_hidden(whole))
-    while result.kills < kills:
-        place = folder / f"round-{result.rounds}"
-        config = _run(place, target)
-        parts = chance.choice([1, 1, 2])
+@dataclass
+class Campaign:
+    """`kills` processes to be killed. `begin` starts them, `flags` are given to each."""
+
+    folder: Path
+    target: Path
+    kills: int
+    seed: int
+    begin: Begin = Forked.begin
+    flags: list[str] = field(default_factory=list)
+
+    def run(self) -> Result:
+        """Kill so many processes. Raises AssertionError where anything is lost or different."""
+        self._chance, self._result = random.Random(self.seed), Result()
+        whole = self._config("undisturbed")
+        self._measure(whole)
+        want = contents(_hidden(whole))
+        while self._result.kills < self.kills:
+            config = self._config(f"round-{self._result.rounds}")
+            self._round(config)
+            assert contents(_hidden(config)) == want, f"seed {self.seed}, round {self._result.rounds}: other bytes"
+            self._result.checked_bytes += _size(_hidden(config))
+            self._result.rounds += 1
+            shutil.rmtree(config.parent)
+        return self._result
+
+    def _config(self, name: str) -> Path:
+        return write_run(self.folder / name, self.target, make_samples(LENGTHS), shard_tokens=60, max_length=64)
+
+    def _extract(self, config: Path, *flags: str) -> Attempt:
+        return self.begin(["extract", "--config", str(config), *self.flags, *flags])
+
+    def _measure(self, config: Path) -> None:
+        """How long an undisturbed run takes, until the engine has started and from then on."""
+        attempt = self._extract(config)
+        began = time.monotonic()
+        assert attempt.wait_until_ready()
+        ready = time.monotonic()
+        assert attempt.end() == 0
+        self._load_s, self._work_s = ready - began, time.monotonic() - ready
+
+    def _round(self, config: Path) -> None:
+        """One folder, from nothing to finished."""
+        parts = self._chance.choice([1, 1, 2])
         broken: set[str] = set()
-        while not _attempt(config, parts, length_s, chance, result):
-            result.checked_bytes += _check_kept(_hidden(config), broken)
-            if chance.random() < 0.1:
-                broken |= _damage(_hidden(config), chance)
-        result.damaged += len(broken)
+        while not self._attempt(config, parts):
+            self._result.checked_bytes += _check_kept(_hidden(config), broken)
+            if self._chance.random() < 0.1:
+                broken |= _damage(_hidden(config), self._chance)
+                self._verify_finished(_hidden(config))
+        self._result.damaged += len(broken)
         if parts > 1:
-            assert ended(in_child(lambda config=config: command(["merge", "--config", str(config)]))) == 0
-        assert contents(_hidden(config)) == want, f"seed {seed}, round {result.rounds}: other bytes"
-        result.checked_bytes += _size(_hidden(config))
-        result.rounds += 1
-        shutil.rmtree(place)
-    return result
+            assert self.begin(["merge", "--config", str(config), *self.flags]).end() == 0
+
+    def _verify_finished(self, hidden: Path) -> None:
+        """A process may be killed when its folder is finished: such a one is taken for what it says until verified."""
+        if (hidden / MANIFEST).exists():
+            self.begin(["verify", str(hidden)]).end()
+
+    def _attempt(self, config: Path, parts: int) -> bool:
+        """One process a part; each lives for a random time, at most half of what it needs. True when all finished."""
+        flags = [["--extract.shard", f"{n}/{parts}"] if parts > 1 else [] for n in range(1, parts + 1)]
+        attempts = [self._extract(config, *more) for more in flags]
+        loading = [self._chance.random() < LOADING for _ in attempts]
+        moments = [self._chance.random() * (self._load_s if early else self._work_s / 2) for early in loading]
+        with ThreadPoolExecutor(parts) as pool:
+            codes = list(pool.map(_killed, attempts, loading, moments))
+        assert set(codes) <= {0, -signal.SIGKILL}, f"exit codes {codes}"
+        killed = [early for early, code in zip(loading, codes, strict=True) if code]
+        self._result.kills += len(killed)
+        self._result.loading += sum(killed)
+        return not killed
 
 
-def _attempt(config: Path, parts: int, length_s: float, chance: random.Random, result: Result) -> bool:
-    """One process a part; each lives for a random time, at most half of what it needs. True when all have finished."""
-    flags = [["--extract.shard", f"{n}/{parts}"] if parts > 1 else [] for n in range(1, parts + 1)]
-    children = [in_child(lambda more=more: extract(config, *more)) for more in flags]
-    codes = [_ended_or_killed(child, chance.random() * length_s / 2) for child in children]
-    assert set(codes) <= {0, -signal.SIGKILL}, f"exit codes {codes}"
-    result.kills += codes.count(-signal.SIGKILL)
-    return not any(codes)
-
-
-def _ended_or_killed(child: int, after_s: float) -> int:
-    descriptor = os.pidfd_open(child)
-    try:
-        if not select.select([descriptor], [], [], after_s)[0]:
-            os.kill(child, signal.SIGKILL)
-        return ended(child)
-    finally:
-        os.close(descriptor)
+def _killed(attempt: Attempt, loading: bool, after_s: float) -> int:
+    if not loading:
+        attempt.wait_until_ready()
+    return attempt.end(after_s)
 
 
 def _check_kept(hidden: Path, broken: set[str]) -> int:
@@ -115,10 +198,6 @@ def _damage(hidden: Path, chance: random.Random) -> set[str]:
     return {shard.name}
 
 
-def _run(folder: Path, target: Path) -> Path:
-    return write_run(folder, target, make_samples(LENGTHS), shard_tokens=60, max_length=64)
-
-
 def _hidden(config: Path) -> Path:
     return config.parent / "runs" / "test" / "hidden"
 
@@ -128,26 +207,45 @@ def _size(folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--engine", choices=["stand-in", *engines.ENGINES], default="stand-in")
     options = parser.parse_args()
-    engines.start = Slow
-    step.engine_versions = lambda: {"engine_version": "stand-in 1", "patches": "none"}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
-        target = Path(name) / "target"
-        target.mkdir()
-        config = {"model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": NUM_LAYERS, "vocab_size": 300}
-        (target / "config.json").write_text(json.dumps(config))
-        (target / "model.safetensors").write_bytes(b"weights")
-        result = campaign(Path(name), target, options.kills, options.seed)
+        soak = with_stand_in if options.engine == "stand-in" else with_vllm
+        result = soak(Path(name), options)
     print(
-        f"soak  {result.kills:,} kills survived in {result.rounds:,} runs, {result.damaged:,} files damaged and made "
-        f"again, {result.checked_bytes:,} bytes checked, nothing lost  seed {options.seed}, "
-        f"{time.monotonic() - began:.0f} s"
+        f"soak  {options.engine}: {result.kills:,} kills survived ({result.loading:,} while it loads) in "
+        f"{result.rounds:,} runs, {result.damaged:,} files damaged and made again, {result.checked_bytes:,} bytes "
+        f"checked, nothing lost  seed {options.seed}, {time.monotonic() - began:.0f} s"
     )
     return 0
+
+
+def with_stand_in(folder: Path, options: argparse.Namespace) -> Result:
+    """States are a function of the ids, and there is nothing to load."""
+    engines.start = Slow
+    step.engine_versions = lambda: {"engine_version": "stand-in 1", "patches": "none"}
+    target = folder / "target"
+    target.mkdir()
+    config = {"model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": NUM_LAYERS, "vocab_size": 300}
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "model.safetensors").write_bytes(b"weights")
+    return Campaign(folder, target, options.kills, options.seed).run()
+
+
+def with_vllm(folder: Path, options: argparse.Namespace) -> Result:
+    """vLLM on the CPU, with a tiny Llama."""
+    from tests.models import save_tiny_llama
+
+    target = save_tiny_llama(folder / "llama")
+    flags = ["--extract.engine", options.engine, *SMALL_STEPS]
+    with Zygote(folder / "said") as zygote:
+        return Campaign(folder, target, options.kills, options.seed, zygote.begin, flags).run()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""Engine `stream` on the real vLLM: the files are those of the engine `speculators`, whatever is in flight together.
+"""Engine `stream` on the real vLLM: states are those of Hugging Face, whatever is in flight together.
 
 Llama is cramped: 300 tokens a pass, at most 100 of one prompt, and a cache in which long prompts push each other out.
 Kimi-K2.5, whose text model lies inside a wrapper, has 300 tokens a pass.
 """
 
 import errno
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +24,7 @@ from pipeline.errors import InputError
 from pipeline.extract import engines
 from pipeline.extract.plan import Limits, plan, verified
 from pipeline.extract.stream.engine import _Stream
-from pipeline.store import Shard, finish, read_manifest
+from pipeline.store import Shard, finish
 from pipeline.store.samples import Sample
 from pipeline.store.states import StatesReader
 from pipeline.target import Target
@@ -365,105 +363,21 @@ def test_a_worker_that_mistakes_rows_is_found_out(
 # ---- The step
 
 LENGTHS = [120, 1, 333, 64, 200, 200, 17, 380, 512, 5, 90, 150]
-KILLED = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have its background jobs ignore it
-from pipeline.__main__ import main
-from pipeline.extract.stream.engine import StreamEngine
-
-write = StreamEngine.write
-
-def write_and_die(self, *order):
-    first = True
-    for went in write(self, *order):
-        yield went
-        if went.written and first:
-            first = False
-            print("children:", open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
-            if sys.argv[1] == "kill -9":
-                os.kill(os.getpid(), signal.SIGKILL)
-            os.killpg(0, signal.SIGINT)
-
-StreamEngine.write = write_and_die
-if __name__ == "__main__":
-    sys.exit(main(["extract", *sys.argv[2:]]))
-"""
 
 
-def run(*command: str, processes: bool = False) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env, check=False, start_new_session=True
-    )
-
-
-def extract(config: Path, *flags: str, processes: bool = False) -> subprocess.CompletedProcess:
-    done = run(sys.executable, "-m", "pipeline", "extract", "--config", str(config), *flags, processes=processes)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def without_run_key(folder: Path) -> dict[str, bytes]:
-    """The shards' bytes; the run key names the engine."""
-    key = read_manifest(folder, "extract").run_key.encode()
-    return {path.name: path.read_bytes().replace(key, b"") for path in sorted(folder.glob("shard-*"))}
-
-
-@pytest.fixture(scope="module")
-def by_speculators(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("speculators")
-    extract(write_run(folder, llama_folder, make_samples(LENGTHS)))
-    return without_run_key(folder / "runs" / "test" / "hidden")
-
-
-@pytest.mark.parametrize(
-    ("how", "processes"),
-    [("kill -9", False), ("kill -9", True), ("Ctrl-C", True)],
-    ids=["kill -9", "kill -9, worker in a process", "Ctrl-C, worker in a process"],
-)
-def test_stopped_and_run_again_gives_the_files_of_the_engine_speculators(
-    by_speculators: dict[str, bytes], llama_folder: Path, tmp_path: Path, how: str, processes: bool
-):
-    """After the first shards; the worker, if it is another process, must go too, and write no more."""
-    config = write_run(tmp_path, llama_folder, make_samples(LENGTHS))
-    folder = tmp_path / "runs" / "test" / "hidden"
-    flags = ["--extract.engine", "stream", "--extract.max_batched_tokens", "300", "--extract.writers", "1"]
-    (tmp_path / "killed.py").write_text(KILLED)
-    done = run(sys.executable, str(tmp_path / "killed.py"), how, "--config", str(config), *flags, processes=processes)
-    assert done.returncode == (-signal.SIGKILL if how == "kill -9" else 130), done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("children:")]
-    children = [int(pid) for pid in line.split()[1:]]
-    assert bool(children) == processes
-    deadline = time.monotonic() + 10
-    while any(running(pid) for pid in children):
-        assert time.monotonic() < deadline, "the worker outlives its driver"
-        time.sleep(0.05)
-    assert 1 <= len(list(folder.glob("shard-*.json"))) < 6
-    done = extract(config, *flags, processes=processes)
-    assert "are finished and verified" in done.stdout
-    assert len(done.stdout.splitlines()) == 2, "the step says two lines, the engine nothing"
-    assert without_run_key(folder) == by_speculators
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_two_workers_that_share_the_target_write_each_sample_once(
-    by_speculators: dict[str, bytes], llama_folder: Path, tmp_path: Path
-):
+def test_two_workers_that_share_the_target_write_each_sample_once(llama_folder: Path, tmp_path: Path):
     """Tensor parallel 2: both compute all states, the first one writes them; sums over two halves round otherwise."""
-    config = write_run(tmp_path, llama_folder, make_samples(LENGTHS))
-    extract(config, "--extract.engine", "stream", "--target.tensor_parallel_size", "2")
-    folder = tmp_path / "runs" / "test" / "hidden"
-    assert {name: len(data) for name, data in without_run_key(folder).items()} == {
-        name: len(data) for name, data in by_speculators.items()
-    }
-    reader, reference = StatesReader(folder), Reference(llama_folder)
-    for index, sample in enumerate(make_samples(LENGTHS)):
+    config, samples = write_run(tmp_path, llama_folder, make_samples(LENGTHS)), make_samples(LENGTHS)
+    flags = ["--extract.engine", "stream", "--target.tensor_parallel_size", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "extract", "--config", str(config), *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1, "the step says one closing line, the engine nothing"
+    reader, reference = StatesReader(tmp_path / "runs" / "test" / "hidden"), Reference(llama_folder)
+    assert reader.sample_ids == [sample.sample_id for sample in samples]
+    for index, sample in enumerate(samples):
         got, want = reader.read(index), reference.states(sample.input_ids_S.tolist())
         assert got.input_ids_S.tolist() == sample.input_ids_S.tolist()
         assert max_relative_error(got.last_states_SH, want[8]) < TOLERANCE

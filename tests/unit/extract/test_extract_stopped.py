@@ -29,7 +29,7 @@ from tests.extraction import (  # fmt: skip
     killed_in,
 )
 from tests.runs import contents, make_samples, write_run
-from tests.soak import campaign
+from tests.soak import Campaign
 
 # ---- SIGKILL
 
@@ -37,7 +37,7 @@ from tests.soak import campaign
 def test_thirty_kills_at_random_moments(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch):
     """One process and two side by side, with damaged files in between; `make soak` is the longer one."""
     monkeypatch.setattr(engines, "start", Slow)
-    result = campaign(tmp_path, target, kills=30, seed=int(time.time()))
+    result = Campaign(tmp_path, target, kills=30, seed=int(time.time())).run()
     assert result.kills >= 30
 
 
