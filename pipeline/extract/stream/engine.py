@@ -108,6 +108,7 @@ class StreamEngine:
             max_batched_tokens=self._config.extract.max_batched_tokens,
             writers=self._config.extract.writers,
             driver_pid=os.getpid(),
+            store_dtype=self._config.extract.store_dtype,
         )
 
     def close(self) -> None:

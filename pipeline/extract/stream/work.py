@@ -44,6 +44,8 @@ class Work:
     max_batched_tokens: int
     writers: int
     driver_pid: int
+    store_dtype: str | None = None
+    """As what the files hold the states: `extract.store_dtype`."""
 
     @property
     def expected(self) -> Expected:
