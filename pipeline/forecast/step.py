@@ -121,9 +121,9 @@ def _input_rows(facts: Forecast) -> Rows:
 def _disk_rows(facts: Forecast) -> Rows:
     config, data, target = facts.config, facts.data, facts.target
     sizes = {
-        "fp8": disk.hidden_bytes(data, target, config, config.target.dtype, "fp8"),
         "bfloat16": disk.hidden_bytes(data, target, config, "bfloat16"),
         "float32": disk.hidden_bytes(data, target, config, "float32"),
+        "fp8": disk.hidden_bytes(data, target, config, config.target.dtype, "fp8"),
     }
     hidden = disk.hidden_bytes(data, target, config, config.target.dtype, config.extract.store_dtype)
     one, held = disk.checkpoint_bytes(config, target, facts.training), disk.checkpoints_held(config, facts.steps)

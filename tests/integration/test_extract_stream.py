@@ -445,6 +445,17 @@ def test_stopped_and_run_again_gives_the_files_of_the_engine_speculators(
     assert without_run_key(folder) == by_speculators
 
 
+def test_both_engines_write_the_same_states_in_fp8(llama_folder: Path, tmp_path: Path):
+    """The one in the step, the other in its worker."""
+    files = []
+    for engine in ("speculators", "stream"):
+        config = write_run(tmp_path / engine, llama_folder, make_samples(LENGTHS))
+        extract(config, "--extract.engine", engine, "--extract.store_dtype", "fp8")
+        files.append(without_run_key(tmp_path / engine / "runs" / "test" / "hidden"))
+    assert files[0] == files[1]
+    assert all(b"F8_E4M3" in data for data in files[0].values())
+
+
 def running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
