@@ -18,7 +18,7 @@ from safetensors import safe_open
 from pipeline.errors import InputError
 from pipeline.store import file_sha256, finish, read_manifest, run_key
 from pipeline.store.samples import Sample
-from pipeline.store.states import StatesReader, write_states
+from pipeline.store.states import StatesReader, shard_bytes, write_states
 
 LAYERS, LAST, HIDDEN = [1, 2, 3], 4, 8
 INPUTS = {"aux_layers": LAYERS}
@@ -114,6 +114,21 @@ def test_states_stored_in_fewer_bytes_are_read_in_the_runs_dtype(tmp_path: Path,
     with safe_open(tmp_path / "shard-00000.safetensors", "pt") as file:
         assert file.get_slice("aux_hidden_states").get_dtype() == {"bf16": "BF16", "fp8": "F8_E4M3"}[store_dtype]
         assert ("aux_scales" in file.keys()) == (store_dtype == "fp8")  # noqa: SIM118
+
+
+@pytest.mark.parametrize("store_dtype", [None, "bf16", "fp8"])
+def test_the_size_is_known_to_the_byte(tmp_path: Path, store_dtype: str | None):
+    """For all lengths up to 60: where tensors begin is written in digits, so their order matters now and then."""
+    for dtype, tokens in itertools.product(("float32", "bfloat16", "float16"), range(1, 61)):
+        (sample,) = make_samples([tokens])
+        states = states_of([sample], getattr(torch, dtype))
+        layers = {"aux_layers": LAYERS, "last_layer": LAST}
+        shard = write_states(
+            tmp_path / "shard", [sample], *states, run_key=run_key(INPUTS), store_dtype=store_dtype, **layers
+        )
+        names_bytes = len(sample.sample_id) + len(sample.conversation_id)
+        known = shard_bytes(1, tokens, names_bytes, hidden_size=HIDDEN, dtype=dtype, store_dtype=store_dtype, **layers)
+        assert known == shard.size_bytes, (dtype, tokens)
 
 
 def test_what_is_stored_as_computed_says_nothing_of_it(tmp_path: Path):
