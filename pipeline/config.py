@@ -99,7 +99,11 @@ class ExtractSection(Section):
     max_num_seqs: Count = 32
     """Samples in one forward pass."""
     shard_tokens: Count = 65536
-    """Tokens in one shard file, about. Kimi in bf16: 57,344 bytes a token, so 3.8 GB a shard."""
+    """Tokens in one shard file, about. Kimi in bf16: 57,344 bytes a token, so 3.8 GB a shard (fp8: half)."""
+    store_dtype: Literal["bf16", "fp8"] | None = None
+    """As what states are kept on the disk. `bf16`: bfloat16. `fp8`: float8 e4m3 with a scale for each layer of each
+    token, a byte a number: half of bfloat16's disk, at 2 to 3 % of error in the states; docs/performance.md says what
+    becomes of the draft. Readers get target.dtype. Default: as computed, target.dtype."""
     shard: str | None = Field(default=None, pattern=r"^\d+/\d+$")
     """`i/n`, from 1/n to n/n: do part i of n, beside other jobs that do theirs in the same folder. When all are done,
     `merge` checks the whole and finishes it. Default: all of it."""

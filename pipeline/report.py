@@ -139,7 +139,8 @@ def _data_rows(steps: dict[str, Step]) -> Rows:
         share = f"   {vocab.totals['coverage']:.1%} inside the draft vocabulary" if vocab.manifest else ""
         rows.append(("supervised tokens", f"{prepared['supervised_tokens']:,}{share}"))
     if extract.manifest:
-        rows.append(("hidden states", f"{extract.totals['size_bytes'] / 1e9:.2f} GB   {extract.folder}"))
+        stored = f" in {extract.totals['store_dtype']}" if "store_dtype" in extract.totals else ""
+        rows.append(("hidden states", f"{extract.totals['size_bytes'] / 1e9:.2f} GB{stored}   {extract.folder}"))
     else:
         rows.append(("hidden states", extract.missing))
     return rows if vocab.manifest else [*rows, ("draft vocabulary", vocab.missing)]

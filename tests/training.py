@@ -84,6 +84,7 @@ def make_hidden(config: Run, reference: Reference, prompts: list[list[int]], ans
         aux_layers=list(AUX_LAYERS),
         last_layer=reference.num_layers,
         run_key=run_key(inputs),
+        store_dtype=config.extract.store_dtype,
     )
     totals = {"aux_layers": list(AUX_LAYERS), "hidden_size": aux.shape[-1], "dtype": "float32"}
     finish(folder, "extract", inputs, [shard], totals)

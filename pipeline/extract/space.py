@@ -14,7 +14,7 @@ RECORD_BYTES = 300
 
 def require_room(
     folder: Path, planned: list[Planned], present: set[str], *, aux_layers: list[int], last_layer: int,
-    hidden_size: int, item_bytes: int
+    hidden_size: int, dtype: str, store_dtype: str | None
 ) -> None:  # fmt: skip
     """Raise SpaceError, with the numbers, unless the disk of `folder` has room for what of `planned` is not `present`.
 
@@ -25,7 +25,7 @@ def require_room(
     def on_disk(shard: Planned) -> int:
         size = shard_bytes(
             shard.samples, shard.tokens, shard.names_bytes,
-            aux_layers=aux_layers, last_layer=last_layer, hidden_size=hidden_size, item_bytes=item_bytes,
+            aux_layers=aux_layers, last_layer=last_layer, hidden_size=hidden_size, dtype=dtype, store_dtype=store_dtype,
         )  # fmt: skip
         return -(-size // block) * block + -(-RECORD_BYTES // block) * block
 

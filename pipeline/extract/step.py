@@ -33,6 +33,7 @@ from pipeline.extract.stop import StopSignals
 from pipeline.extract.versions import engine_versions
 from pipeline.progress import clock, scaled
 from pipeline.store import Manifest, Shard, claim, finish, read_manifest, release, run_key
+from pipeline.store.dtypes import is_encoded
 from pipeline.store.json_lines import JsonLines
 from pipeline.store.records import remove_records
 from pipeline.store.samples import Sample
@@ -164,6 +165,7 @@ def job_of(config: Run) -> Job:
         "max_length": config.target.max_length,
         "shard_tokens": config.extract.shard_tokens,
         "engine": config.extract.engine,
+        **_storing(config),
         **engine_versions(),
     }
     expected = Expected([*aux_layers, target.num_layers], target.hidden_size, target.dtype)
@@ -211,7 +213,8 @@ def _require_room(job: Job, planned: list[Planned], mine: list[Planned], done: d
         aux_layers=job.aux_layers,
         last_layer=job.last_layer,
         hidden_size=job.expected.hidden_size,
-        item_bytes=job.expected.dtype.itemsize,
+        dtype=job.config.target.dtype,
+        store_dtype=job.config.extract.store_dtype,
     )
 
 
@@ -265,6 +268,7 @@ def _capture(
                 aux_layers=job.aux_layers,
                 last_layer=job.last_layer,
                 run_key=run_key(job.inputs),
+                store_dtype=job.config.extract.store_dtype,
             )
             record(job.folder, shard, written, run_key(job.inputs))
             progress.shard_done(written.size_bytes)
@@ -327,4 +331,13 @@ def _totals(job: Job, planned: list[Planned], shards: list[Shard]) -> dict[str, 
         "last_layer": job.last_layer,
         "hidden_size": job.expected.hidden_size,
         "dtype": job.config.target.dtype,
+        **_storing(job.config),
     }
+
+
+def _storing(config: Run) -> dict[str, str]:
+    """How states are stored, where that is not how they were computed: it changes the bytes. Empty where it is, so that
+    folders keep their run key from before there was a choice."""
+    if not is_encoded(config.target.dtype, config.extract.store_dtype):
+        return {}
+    return {"store_dtype": str(config.extract.store_dtype)}

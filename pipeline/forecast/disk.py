@@ -35,8 +35,8 @@ class Place:
     free: int
 
 
-def hidden_bytes(data: Data, target: Target, config: Run, item_bytes: int) -> int:
-    """All shards of hidden/, in states of so many bytes a number."""
+def hidden_bytes(data: Data, target: Target, config: Run, dtype: str, store_dtype: str | None = None) -> int:
+    """All shards of hidden/, of states computed in `dtype` and stored by `store_dtype`."""
     lengths, names = data.tokens_N.tolist(), data.names_bytes_N
     return sum(
         shard_bytes(
@@ -46,7 +46,8 @@ def hidden_bytes(data: Data, target: Target, config: Run, item_bytes: int) -> in
             aux_layers=target.aux_layers(config.extract.aux_layers),
             last_layer=target.num_layers,
             hidden_size=target.hidden_size,
-            item_bytes=item_bytes,
+            dtype=dtype,
+            store_dtype=store_dtype,
         )
         for part in split(lengths, config.extract.shard_tokens)
     )

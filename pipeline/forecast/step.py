@@ -17,6 +17,7 @@ from pipeline.forecast.weights import TargetWeights, target_weights
 from pipeline.preflight.inputs import STATES_PER_TOKEN
 from pipeline.prepare.regenerate import BATCHED_TOKENS
 from pipeline.progress import clock
+from pipeline.store.dtypes import Stored, stored_dtype
 from pipeline.target import Target
 
 Rows = list[tuple[str, str]]
@@ -41,6 +42,11 @@ class Forecast:
     def target(self) -> Target:
         """The target, of which the configuration can be read and perhaps nothing else."""
         return self.shapes.target
+
+    @property
+    def stored(self) -> Stored:
+        """As what hidden/ holds the states."""
+        return stored_dtype(self.config.target.dtype, self.config.extract.store_dtype)
 
     @cached_property
     def processes(self) -> int:
@@ -117,8 +123,12 @@ def _input_rows(facts: Forecast) -> Rows:
 
 def _disk_rows(facts: Forecast) -> Rows:
     config, data, target = facts.config, facts.data, facts.target
-    sizes = {name: disk.hidden_bytes(data, target, config, item) for name, item in (("bfloat16", 2), ("float32", 4))}
-    hidden = sizes["bfloat16" if target.dtype.itemsize == 2 else "float32"]
+    sizes = {
+        "bfloat16": disk.hidden_bytes(data, target, config, "bfloat16"),
+        "float32": disk.hidden_bytes(data, target, config, "float32"),
+        "fp8": disk.hidden_bytes(data, target, config, config.target.dtype, "fp8"),
+    }
+    hidden = disk.hidden_bytes(data, target, config, config.target.dtype, config.extract.store_dtype)
     one, held = disk.checkpoint_bytes(config, target, facts.training), disk.checkpoints_held(config, facts.steps)
     steps = {  # folder: bytes in all
         "prepared": disk.prepared_bytes(data, config),
@@ -134,7 +144,7 @@ def _disk_rows(facts: Forecast) -> Rows:
     rows = [
         ("target", f"{_gb(facts.weights.total)}, {_gb(fetched)} of it to be fetched   {place}"),
         ("prepared", f"{_gb(steps['prepared'])} at most"),
-        ("hidden states", f"{shown}; this run: {config.target.dtype}"),
+        ("hidden states", f"{shown}; this run: {facts.stored.name}"),
         ("checkpoints", f"{_gb(one * held)}: {held} of {_gb(one)}"),
     ]
     for found in disk.places([(config.runs_dir / config.name, left), (place, fetched)]):
@@ -171,7 +181,7 @@ def _extract_hours(facts: Forecast) -> Rows:
 
 def _rate(facts: Forecast, tokens_per_s: float) -> str:
     """Bytes of states a second, which the disk must keep up with."""
-    bytes_per_token = STATES_PER_TOKEN * facts.target.hidden_size * facts.target.dtype.itemsize
+    bytes_per_token = STATES_PER_TOKEN * facts.stored.row_bytes(facts.target.hidden_size)
     return f"{bytes_per_token * tokens_per_s / 1e6:,.0f} MB/s"
 
 

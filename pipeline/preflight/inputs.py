@@ -12,9 +12,9 @@ from pipeline.errors import ConfigError, InputError
 from pipeline.extract.stream import bounds
 from pipeline.preflight.finding import Facts, Finding, State
 from pipeline.store import read_manifest
+from pipeline.store.dtypes import stored_dtype
 from pipeline.target import Target, is_hub_name
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATES_PER_TOKEN = 4
 """Three aux layers and the last one."""
 MAX_HEADER_BYTES = 100_000_000
@@ -129,7 +129,8 @@ def states_in_memory(config: Run, target: Target) -> int:
     little."""
     if config.extract.engine != "stream":
         return 0
-    return bounds.host_bytes(config.extract, STATES_PER_TOKEN * target.hidden_size * DTYPE_BYTES[config.target.dtype])
+    row_bytes = stored_dtype(config.target.dtype, None).row_bytes(target.hidden_size)  # encoded when they are written
+    return bounds.host_bytes(config.extract, STATES_PER_TOKEN * row_bytes)
 
 
 # ---- The disk
@@ -151,7 +152,8 @@ def disk(facts: Facts) -> Finding:
     if (hidden / "manifest.json").is_file():
         size = read_manifest(hidden, "extract").totals.get("size_bytes", 0)
         return Finding(State.OK, f"{have}; extract is finished ({size / 1e9:,.1f} GB)")
-    item, target = DTYPE_BYTES[facts.config.target.dtype], readable_target(facts.config)
+    stored = stored_dtype(facts.config.target.dtype, facts.config.extract.store_dtype)
+    item, target = stored.item_bytes, readable_target(facts.config)
     if target is None:
         example = STATES_PER_TOKEN * KIMI_HIDDEN_SIZE * item / 1e3
         return Finding(
@@ -159,7 +161,7 @@ def disk(facts: Facts) -> Finding:
             f"{have}; the target cannot be read yet: a million tokens take {STATES_PER_TOKEN} x hidden_size x {item} "
             f"MB, {example:,.1f} GB at Kimi's {KIMI_HIDDEN_SIZE:,}",
         )
-    token_bytes = STATES_PER_TOKEN * target.hidden_size * item
+    token_bytes = STATES_PER_TOKEN * stored.row_bytes(target.hidden_size)
     if not (prepared / "manifest.json").is_file():
         return Finding(
             State.OK,

@@ -5,8 +5,12 @@ T tokens of a shard, N samples, S tokens of one sample, L captured layers, H hid
 input_ids           int32 [T]
 loss_mask           bool  [T], true where the target's own words are to be predicted
 offsets             int64 [N + 1], sample n is rows offsets[n] to offsets[n + 1]
-aux_hidden_states   [T, L, H] in the run's dtype: what enters the layers `aux_layers`
-last_hidden_states  [T, H] in the run's dtype: the last layer's output, before the final norm
+aux_hidden_states   [T, L, H]: what enters the layers `aux_layers`
+last_hidden_states  [T, H]: the last layer's output, before the final norm
+aux_scales          float32 [T, L], last_scales [T]: of fp8 states alone; see encoding.py
+
+States are in the run's dtype, or stored in fewer bytes (`extract.store_dtype`): then the header names the run's dtype,
+in which they are read.
 
 Layer ids follow vLLM's serving convention: id i is the input of decoder layer i. The header's metadata
 holds one key, `aerie`, with JSON in it: safetensors writes several keys in random order, and equal
@@ -26,6 +30,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipeline.errors import InputError
+from pipeline.store.dtypes import Stored, is_encoded, stored_dtype
+from pipeline.store.encoding import FP8, decode, encode_in_place
 from pipeline.store.manifest import Manifest, Shard, read_manifest
 from pipeline.store.samples import Sample
 from pipeline.store.tensors import write_tensors
@@ -34,6 +40,8 @@ FORMAT = 1
 METADATA_KEY = "aerie"
 RUN_KEY_DIGITS = 32
 """Length of pipeline.store.run_key's result."""
+ORDER = ["I64", "F32", "I32", "BF16", "F16", "F8_E4M3", "BOOL"]
+"""In which safetensors puts tensors into a file: by its list of types, then by name."""
 OPEN_SHARDS = 64
 """Shards kept mapped at once: enough for a shuffled reader, far below the kernel's 65,530 mappings a process."""
 
@@ -48,11 +56,18 @@ class ShardHeader:
     last_layer: int
     sample_ids: list[str]
     conversation_ids: list[str]
+    dtype: str | None = None
+    """What states are read as, where they are stored as something else: left out where they are not."""
+
+    def to_text(self) -> str:
+        """The JSON."""
+        said = {name: value for name, value in asdict(self).items() if value is not None}
+        return json.dumps(said, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class StatesSample:
-    """One sample on the CPU: int64 `input_ids_S`, bool `loss_mask_S`, states in the run's dtype."""
+    """One sample on the CPU: int64 `input_ids_S`, bool `loss_mask_S`, states in the run's dtype however stored."""
 
     sample_id: str
     input_ids_S: torch.Tensor
@@ -70,14 +85,17 @@ def write_states(
     aux_layers: list[int],
     last_layer: int,
     run_key: str,
+    store_dtype: str | None = None,
 ) -> Shard:
     """Write the states of `samples`, one after the other in the rows, atomically. Equal input gives equal bytes.
 
-    The tensors go to the file as they are, without a copy in memory. Raises OSError when the disk is full.
+    The tensors go to the file as they are, without a copy in memory; with `store_dtype` (`extract.store_dtype`) they
+    are encoded where they are and must not be read afterwards. Raises OSError when the disk is full.
     """
     lengths = [len(sample.input_ids_S) for sample in samples]
     assert sum(lengths) == len(aux_states_TLH) == len(last_states_TH), "rows and tokens differ"
     assert aux_states_TLH.shape[1] == len(aux_layers), "layers and ids differ"
+    dtype = str(aux_states_TLH.dtype).removeprefix("torch.")
     header = ShardHeader(
         FORMAT,
         run_key,
@@ -85,16 +103,30 @@ def write_states(
         last_layer,
         [sample.sample_id for sample in samples],
         [sample.conversation_id for sample in samples],
+        dtype if is_encoded(dtype, store_dtype) else None,
     )
     tensors = {
         "input_ids": torch.from_numpy(np.concatenate([sample.input_ids_S for sample in samples]).astype(np.int32)),
         "loss_mask": torch.from_numpy(np.concatenate([sample.loss_mask_S for sample in samples]).astype(np.bool_)),
         "offsets": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int64),
-        "aux_hidden_states": aux_states_TLH.contiguous(),
-        "last_hidden_states": last_states_TH.contiguous(),
+        **_states_tensors(aux_states_TLH, last_states_TH, stored_dtype(dtype, store_dtype) if header.dtype else None),
     }
-    write_tensors(path, tensors, (METADATA_KEY, json.dumps(asdict(header), ensure_ascii=False)))
+    write_tensors(path, tensors, (METADATA_KEY, header.to_text()))
     return Shard.describe(path, len(samples), sum(lengths))
+
+
+def _states_tensors(
+    aux_states_TLH: torch.Tensor, last_states_TH: torch.Tensor, encoded: Stored | None
+) -> dict[str, torch.Tensor]:
+    states = {"aux": aux_states_TLH.contiguous(), "last": last_states_TH.contiguous()}
+    if encoded is None:
+        return {f"{name}_hidden_states": tensor for name, tensor in states.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in states.items():
+        tensors[f"{name}_hidden_states"], scales = encode_in_place(tensor, encoded)
+        if scales is not None:
+            tensors[f"{name}_scales"] = scales
+    return tensors
 
 
 def shard_bytes(
@@ -105,26 +137,29 @@ def shard_bytes(
     aux_layers: list[int],
     last_layer: int,
     hidden_size: int,
-    item_bytes: int,
+    dtype: str,
+    store_dtype: str | None = None,
 ) -> int:
     """Size of the file that `write_states` makes of so many samples and tokens, to the byte.
 
-    `names_bytes` is that of all their sample and conversation ids in UTF-8, `item_bytes` that of one number of a
-    state. Ids with quotation marks or backslashes in them take a little more.
+    `names_bytes` is that of all their sample and conversation ids in UTF-8, `dtype` that of the run (`target.dtype`).
+    Ids with quotation marks or backslashes in them take a little more.
     """
-    layers = len(aux_layers)
-    dtype = {2: "BF16", 4: "F32"}[item_bytes]
+    layers, stored = len(aux_layers), stored_dtype(dtype, store_dtype)
     tensors: list[tuple[str, str, list[int], int]] = [
         ("input_ids", "I32", [tokens], 4),
         ("loss_mask", "BOOL", [tokens], 1),
         ("offsets", "I64", [samples + 1], 8),
-        ("aux_hidden_states", dtype, [tokens, layers, hidden_size], item_bytes),
-        ("last_hidden_states", dtype, [tokens, hidden_size], item_bytes),
+        ("aux_hidden_states", stored.code, [tokens, layers, hidden_size], stored.item_bytes),
+        ("last_hidden_states", stored.code, [tokens, hidden_size], stored.item_bytes),
     ]
-    about = asdict(ShardHeader(FORMAT, "0" * RUN_KEY_DIGITS, aux_layers, last_layer, [], []))
-    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(about)}}
+    if stored.scale_bytes:
+        tensors += [("aux_scales", "F32", [tokens, layers], 4), ("last_scales", "F32", [tokens], 4)]
+    read_as = dtype if is_encoded(dtype, store_dtype) else None
+    about = ShardHeader(FORMAT, "0" * RUN_KEY_DIGITS, aux_layers, last_layer, [], [], read_as)
+    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: about.to_text()}}
     end = 0
-    for name, code, shape, item in sorted(tensors, key=lambda t: (-t[3], t[0])):  # safetensors' own order
+    for name, code, shape, item in sorted(tensors, key=lambda t: (ORDER.index(t[1]), t[0])):
         begin, end = end, end + math.prod(shape) * item
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     separators = 2 * max(0, samples - 1) * len(", ")
@@ -179,12 +214,19 @@ class StatesReader:
         def copy(name: str) -> torch.Tensor:
             return shard.get_slice(name)[rows].clone()
 
+        def states(name: str) -> torch.Tensor:
+            stored = copy(f"{name}_hidden_states")
+            if part.header.dtype is None:
+                return stored
+            scales = copy(f"{name}_scales") if stored.dtype == FP8 else None
+            return decode(stored, scales, getattr(torch, part.header.dtype))
+
         return StatesSample(
             part.header.sample_ids[row],
             copy("input_ids").to(torch.int64),
             copy("loss_mask"),
-            copy("aux_hidden_states"),
-            copy("last_hidden_states"),
+            states("aux"),
+            states("last"),
         )
 
     def _map(self, number: int) -> Any:
@@ -215,15 +257,20 @@ def _open_part(folder: Path, shard: Shard, manifest: Manifest) -> _Part:
         header = ShardHeader(**json.loads((file.metadata() or {})[METADATA_KEY]))
         offsets = file.get_tensor("offsets").numpy().copy()
         mask = file.get_tensor("loss_mask").numpy()
-        shapes = [file.get_slice(name).get_shape() for name in ("input_ids", "aux_hidden_states", "last_hidden_states")]
+        names = ["input_ids", "aux_hidden_states", "last_hidden_states"]
+        if "F8_E4M3" in [file.get_slice(name).get_dtype() for name in names]:
+            names += ["aux_scales", "last_scales"]
+        shapes = [file.get_slice(name).get_shape() for name in names]
+        stored_dtype(header.dtype or "float32", None)  # KeyError for one that is none
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise _unusable(path, f"holds no states of this format ({error})") from None
     if header.format != FORMAT:
         raise _unusable(path, f"has format {header.format}, this version reads {FORMAT}")
     if header.run_key != manifest.run_key:
         raise _unusable(path, f"belongs to run key {header.run_key[:12]}, its manifest to {manifest.run_key[:12]}")
-    tokens, hidden = shard.tokens, shapes[2][-1]
-    fits = shapes == [[tokens], [tokens, len(header.aux_layers), hidden], [tokens, hidden]]
+    tokens, layers, hidden = shard.tokens, len(header.aux_layers), shapes[2][-1]
+    wanted = [[tokens], [tokens, layers, hidden], [tokens, hidden], [tokens, layers], [tokens]]
+    fits = shapes == wanted[: len(shapes)] and (header.dtype is not None or len(shapes) == 3)
     lengths = np.diff(offsets)
     if not fits or len(mask) != tokens or offsets[0] != 0 or offsets[-1] != tokens or (lengths < 1).any():
         raise _unusable(path, "has tensors that do not fit its manifest")

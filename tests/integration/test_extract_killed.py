@@ -219,12 +219,22 @@ def without_run_key(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes().replace(key, b"") for path in sorted(folder.glob("shard-*"))}
 
 
-def test_both_engines_write_the_same_files(zygote: Zygote, llama_folder: Path, tmp_path: Path):
+@pytest.mark.parametrize("store_dtype", [None, "fp8"])
+def test_both_engines_write_the_same_files(zygote: Zygote, llama_folder: Path, tmp_path: Path, store_dtype: str | None):
     """Samples of several steps, which are cut otherwise: 300 tokens at most, of one shard."""
-    flags = ["--extract.engine", "stream", "--extract.max_batched_tokens", "300", "--extract.max_num_seqs", "8"]
-    by_stream = long_run(zygote, tmp_path / "stream", llama_folder, *flags)
-    by_speculators = long_run(zygote, tmp_path / "speculators", llama_folder)
-    assert without_run_key(by_stream) == without_run_key(by_speculators)
+    stored = ["--extract.store_dtype", store_dtype] if store_dtype else []
+    flags = [
+        "--extract.engine",
+        "stream",
+        "--extract.max_batched_tokens",
+        "300",
+        "--extract.max_num_seqs",
+        "8",
+        *stored,
+    ]
+    by_stream = without_run_key(long_run(zygote, tmp_path / "stream", llama_folder, *flags))
+    assert by_stream == without_run_key(long_run(zygote, tmp_path / "speculators", llama_folder, *stored))
+    assert all((b"F8_E4M3" in data) == (store_dtype == "fp8") for data in by_stream.values())
 
 
 # ---- SIGTERM

@@ -37,8 +37,10 @@ class Memory:
         self.llama_folder, self.reference = llama_folder, Reference(llama_folder)
         self.answers = greedy_answers(self.reference, PROMPTS, LENGTH)
 
-    def train(self, folder: Path) -> Run:
-        config = load(write_config(folder / "run.toml", self.llama_folder, train=TRAIN, evaluate=EVALUATE))
+    def train(self, folder: Path, **extract: str) -> Run:
+        config = load(
+            write_config(folder / "run.toml", self.llama_folder, train=TRAIN, evaluate=EVALUATE, extract=extract)
+        )
         make_hidden(config, self.reference, PROMPTS, self.answers)
         vocab.run(config)
         train.run(config)
@@ -68,6 +70,12 @@ def test_what_was_memorised_is_accepted(outcome, memory):
     for written, learnt in zip(outcome.answers, memory.answers, strict=True):
         assert written == learnt[: len(written)]
     assert outcome.total.acceptance_length >= 3.5
+
+
+def test_what_was_memorised_from_states_in_fp8_is_accepted(tmp_path, memory):
+    """Trained on states with 2.6 % of error, verified by a target that has none: 3.56 to 3.69 with six seeds, where
+    exact states give 3.69 to 3.87."""
+    assert by_reference(memory.train(tmp_path, store_dtype="fp8")).total.acceptance_length >= 3.4
 
 
 @pytest.mark.skipif(not SERVE_PYTHON.exists(), reason=f"{SERVE_PYTHON} is missing: `make test` makes it")

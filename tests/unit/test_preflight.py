@@ -488,6 +488,11 @@ def test_states_that_do_not_fit_the_disk(facts, free):
     assert finding.state is FAIL
     assert "set runs_dir to another disk" in finding.text
     assert found(facts(target={"dtype": "bfloat16"}))["disk"].state is OK
+    free(40_800)
+    assert "150 tokens x 272 B" in found(facts(extract={"store_dtype": "fp8"}))["disk"].text
+    assert found(facts(extract={"store_dtype": "fp8"}))["disk"].state is OK
+    free(40_799)
+    assert found(facts(extract={"store_dtype": "fp8"}))["disk"].state is FAIL
 
 
 def test_what_is_written_already_need_not_fit_again(facts, free):

@@ -86,6 +86,11 @@ def test_a_finished_run_shows_the_same_with_the_times_that_manifests_hold(run, c
     assert shown(run, capsys)[0].splitlines() == expected
 
 
+def test_states_in_fewer_bytes_are_named(run, capsys):
+    run(extract={"store_dtype": "fp8"})
+    assert "  hidden states      0.59 GB in fp8   " in shown(run, capsys)[0]
+
+
 def test_speed_where_the_engine_measured_it(run, capsys):
     speed = {"tokens_per_second": 111.26, "tokens_per_second_without_draft": 80.0, "speedup": 1.39075}
     run(evaluate=speed)

@@ -1,5 +1,6 @@
 """Hidden-state shards: what is written is what is read, and nothing else is taken for it."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from pipeline.errors import InputError
 from pipeline.store import file_sha256, finish, read_manifest, run_key
 from pipeline.store.samples import Sample
-from pipeline.store.states import StatesReader, write_states
+from pipeline.store.states import StatesReader, shard_bytes, write_states
 
 LAYERS, LAST, HIDDEN = [1, 2, 3], 4, 8
 INPUTS = {"aux_layers": LAYERS}
@@ -42,17 +43,20 @@ def states_of(samples: list[Sample], dtype: torch.dtype) -> tuple[torch.Tensor, 
     return torch.randn(tokens, 3, HIDDEN).to(dtype), torch.randn(tokens, HIDDEN).to(dtype)
 
 
-def write_folder(folder: Path, shards: list[list[Sample]], dtype: torch.dtype = torch.float32):
+def write_folder(
+    folder: Path, shards: list[list[Sample]], dtype: torch.dtype = torch.float32, store_dtype: str | None = None
+):
     folder.mkdir(parents=True, exist_ok=True)
     states = [states_of(samples, dtype) for samples in shards]
     lines = [
         write_states(
             folder / f"shard-{number:05d}.safetensors",
             samples,
-            *states[number],
+            *(tensor.clone() for tensor in states[number]),
             aux_layers=LAYERS,
             last_layer=LAST,
             run_key=run_key(INPUTS),
+            store_dtype=store_dtype,
         )
         for number, samples in enumerate(shards)
     ]
@@ -87,6 +91,56 @@ def test_every_sample_is_read_as_it_was_written(tmp_path: Path, dtype: torch.dty
         assert torch.equal(sample.aux_states_SLH, aux_TLH[rows])
         assert torch.equal(sample.last_states_SH, last_TH[rows])
         assert sample.aux_states_SLH.dtype == dtype
+
+
+@pytest.mark.parametrize("store_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_states_stored_in_fewer_bytes_are_read_in_the_runs_dtype(tmp_path: Path, dtype: torch.dtype, store_dtype: str):
+    """Each sample, wherever its rows are; the files hold nothing of that dtype."""
+    states = write_folder(tmp_path, SHARDS, dtype, store_dtype)
+    reader, index = StatesReader(tmp_path), 0
+    for samples, (aux_TLH, last_TH) in zip(SHARDS, states, strict=True):
+        rows = np.cumsum([0, *(len(sample.input_ids_S) for sample in samples)])
+        for begin, end in itertools.pairwise(rows):
+            sample = reader.read(index)
+            for got, want in ((sample.aux_states_SLH, aux_TLH[begin:end]), (sample.last_states_SH, last_TH[begin:end])):
+                assert got.dtype == dtype
+                assert got.shape == want.shape
+                if store_dtype == "bf16":
+                    assert torch.equal(got, want.bfloat16().to(dtype))
+                else:
+                    assert 0 < float((got - want).float().norm() / want.float().norm()) < 0.05
+            index += 1
+    with safe_open(tmp_path / "shard-00000.safetensors", "pt") as file:
+        assert file.get_slice("aux_hidden_states").get_dtype() == {"bf16": "BF16", "fp8": "F8_E4M3"}[store_dtype]
+        assert ("aux_scales" in file.keys()) == (store_dtype == "fp8")  # noqa: SIM118
+
+
+@pytest.mark.parametrize("store_dtype", [None, "bf16", "fp8"])
+def test_the_size_is_known_to_the_byte(tmp_path: Path, store_dtype: str | None):
+    """For all lengths up to 60: where tensors begin is written in digits, so their order matters now and then."""
+    for dtype, tokens in itertools.product(("float32", "bfloat16", "float16"), range(1, 61)):
+        (sample,) = make_samples([tokens])
+        states = states_of([sample], getattr(torch, dtype))
+        layers = {"aux_layers": LAYERS, "last_layer": LAST}
+        shard = write_states(
+            tmp_path / "shard", [sample], *states, run_key=run_key(INPUTS), store_dtype=store_dtype, **layers
+        )
+        names_bytes = len(sample.sample_id) + len(sample.conversation_id)
+        known = shard_bytes(1, tokens, names_bytes, hidden_size=HIDDEN, dtype=dtype, store_dtype=store_dtype, **layers)
+        assert known == shard.size_bytes, (dtype, tokens)
+
+
+def test_what_is_stored_as_computed_says_nothing_of_it(tmp_path: Path):
+    """Bytes are those of folders from before there was a choice, and those are read."""
+    write_folder(tmp_path / "a", SHARDS, torch.bfloat16)
+    write_folder(tmp_path / "b", SHARDS, torch.bfloat16, "bf16")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+    with safe_open(tmp_path / "a" / "shard-00000.safetensors", "pt") as file:
+        assert list(json.loads(file.metadata()["aerie"])) == [
+            "format", "run_key", "aux_layers", "last_layer", "sample_ids", "conversation_ids",
+        ]  # fmt: skip
 
 
 def test_a_sample_does_not_hold_its_shard_in_memory(tmp_path: Path):
@@ -232,6 +286,18 @@ class TestUnusable:
     def test_other_shapes(self, folder: Path):
         self.replaced(folder, {"last_hidden_states": torch.ones(6, HIDDEN)}, {})
         self.refused(folder, self.shard, "do not fit")
+
+    @pytest.mark.parametrize("name", ["aux", "last"])
+    def test_scales_that_do_not_fit(self, folder: Path, name: str):
+        write_folder(folder, SHARDS, store_dtype="fp8")
+        self.replaced(folder, {f"{name}_scales": torch.ones(6)}, {})
+        self.refused(folder, self.shard, "do not fit")
+
+    @pytest.mark.parametrize("dtype", ["int7", None])
+    def test_states_that_are_read_as_nothing_known(self, folder: Path, dtype: str | None):
+        write_folder(folder, SHARDS, store_dtype="fp8")
+        self.replaced(folder, {}, {"dtype": dtype})
+        self.refused(folder, self.shard, "no states of this format" if dtype else "do not fit")
 
     def test_offsets_that_skip_rows(self, folder: Path):
         self.replaced(folder, {"offsets": torch.tensor([1, 7])}, {})

@@ -113,6 +113,7 @@ class StreamEngine:
             writers=self._config.extract.writers,
             shards_in_hand=bounds.shards_in_hand(self._config.extract),
             driver_pid=os.getpid(),
+            store_dtype=self._config.extract.store_dtype,
         )
 
     def close(self) -> None:

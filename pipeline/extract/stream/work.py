@@ -39,6 +39,8 @@ class Work:
     writers: int
     shards_in_hand: int
     driver_pid: int
+    store_dtype: str | None = None
+    """As what the files hold the states: `extract.store_dtype`."""
 
     @property
     def expected(self) -> Expected:

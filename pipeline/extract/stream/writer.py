@@ -231,6 +231,7 @@ class Writers:
             aux_layers=work.layer_ids[:-1],
             last_layer=work.layer_ids[-1],
             run_key=work.run_key,
+            store_dtype=work.store_dtype,
         )
         record(folder, shard.planned, written, work.run_key)
         return asdict(written)

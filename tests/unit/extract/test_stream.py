@@ -156,7 +156,7 @@ def test_requests_are_known_by_their_names_with_and_without_what_vllm_adds():
 WORK = Work(
     "/prepared", "/hidden",
     [Planned("shard-00000.safetensors", 2, 70000, 5, 8), Planned("shard-00001.safetensors", 1, 9, 9, 8)],
-    ["shard-00000.safetensors"], "0" * 32, [2, 30, 58, 61], 7168, "bfloat16", 8192, 4, 6, 1,
+    ["shard-00000.safetensors"], "0" * 32, [2, 30, 58, 61], 7168, "bfloat16", 8192, 4, 6, 1, "fp8",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ LENGTHS = {
 }
 
 
-def write_hidden(config: Run, target: Target, dtype: torch.dtype) -> int:
+def write_hidden(config: Run, target: Target, dtype: torch.dtype, store_dtype: str | None = None) -> int:
     """hidden/ as pipeline.extract splits and writes it, states of zeros. Returns its bytes."""
     prepared, total = config.folder("prepared"), 0
     samples = read_samples(prepared)
@@ -38,27 +38,30 @@ def write_hidden(config: Run, target: Target, dtype: torch.dtype) -> int:
             aux_layers=target.aux_layers(None),
             last_layer=target.num_layers,
             run_key="0" * 32,
+            store_dtype=store_dtype,
         )
         total += shard.size_bytes
     return total
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("store_dtype", [None, "bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_hidden_states_are_known_to_the_byte_once_samples_are_prepared(tmp_path: Path, lengths, dtype):
+def test_hidden_states_are_known_to_the_byte_once_samples_are_prepared(tmp_path: Path, lengths, dtype, store_dtype):
     config, target = small_run(tmp_path)
     config = config.model_copy(update={"extract": config.extract.model_copy(update={"shard_tokens": 96})})
     write_prepared(config.folder("prepared"), make_samples(lengths))
     data = data_of(config)
     assert (data.samples, data.tokens) == (len(lengths), sum(lengths))
-    assert disk.hidden_bytes(data, target, config, dtype.itemsize) == write_hidden(config, target, dtype)
+    written = write_hidden(config, target, getattr(torch, dtype), store_dtype)
+    assert disk.hidden_bytes(data, target, config, dtype, store_dtype) == written
 
 
 def test_hidden_states_are_known_to_a_hundredth_before(tmp_path: Path):
     config, target = small_run(tmp_path)
     section = config.forecast.model_copy(update={"samples": 30, "tokens_per_sample": 70})
     config = config.model_copy(update={"forecast": section})
-    forecast = disk.hidden_bytes(data_of(config), target, config, 2)
+    forecast = disk.hidden_bytes(data_of(config), target, config, "bfloat16")
     write_prepared(config.folder("prepared"), make_samples([60, 80] * 15))
     assert forecast == pytest.approx(write_hidden(config, target, torch.bfloat16), rel=0.01)
 

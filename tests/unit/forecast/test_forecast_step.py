@@ -36,7 +36,7 @@ Kimi-K2.5, draft of 1 layer, 32,000 words: forecast of run kimi
 disk
   target             594.2 GB, 594.2 GB of it to be fetched   {cache}
   prepared           1.3 GB at most
-  hidden states      11,745.1 GB in bfloat16, 23,489.1 GB in float32; this run: bfloat16
+  hidden states      11,745.1 GB in bfloat16, 23,489.1 GB in float32, 5,876.3 GB in fp8; this run: bfloat16
   checkpoints        66.7 GB: 4 of 16.7 GB
   to be written      12,407.3 GB, 13,000.0 GB free in {here}: fits
 hours
