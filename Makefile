@@ -33,7 +33,7 @@ else
 endif
 
 test: setup .venv-serve/.complete ## All tests that need no Docker, on the real engine, in 12 minutes (ARGS="-k states")
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: setup ## kill -9 at a thousand random moments against extract: nothing may be lost in 3 minutes (ARGS="--engine stream --kills 200": vLLM)
 	$(RUN) -m tests.soak $(ARGS)
@@ -121,5 +121,5 @@ $(UV): $(LOCKS)/uv.txt
 	touch $@
 
 .NOTPARALLEL:
-.PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast merge report serve \
-  board shell bench-extract setup check lock clean
+.PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast merge \
+  report serve board shell bench-extract setup check lock clean
