@@ -30,7 +30,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Measured, medians, table, target_of, told
+from benchmarks.figures import Measured, goal_of, medians, table, told
 from benchmarks.models import MODELS, Setting, count_parameters, write_model
 from benchmarks.phases import phases
 from benchmarks.stock import BREAKS, FOR_A_CPU, FOR_THE_BENCHMARK, kept_patches, make_variant
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    target = target_of(medians(runs))
+    target = goal_of(medians(runs))
     _print_page(options, runs, failed)
     if options.json:
         with options.json.open("a") as file:
@@ -252,13 +252,13 @@ def _print_page(options: argparse.Namespace, runs: list[Measured], failed: list[
     print(table(best, runs))
     for phase in failed:
         print(f"{phase}  FAILED")
-    if target := target_of(best):
+    if target := goal_of(best):
         print(f"\n{target.text()}")
 
 
 def _facts(options: argparse.Namespace, runs: list[Measured], failed: list[str]) -> dict[str, Any]:
     """All of it, for programs."""
-    target = target_of(medians(runs))
+    target = goal_of(medians(runs))
     shown = ("model", "prompts", "tokens", "batched_tokens", "shard_tokens", "writers", "tensor_parallel", "repeat")
     return {
         "benchmark": "extract",

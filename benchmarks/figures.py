@@ -38,7 +38,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Target:
+class Goal:
     """What extraction to disk should reach, in tokens per second, what bounds it, and what it did reach."""
 
     prefill_tokens_per_s: float
@@ -85,14 +85,14 @@ def medians(runs: list[Measured]) -> list[Measured]:
     return chosen
 
 
-def target_of(measured: list[Measured]) -> Target | None:
+def goal_of(measured: list[Measured]) -> Goal | None:
     """The target, where prefill, extraction to disk and the disk were measured; else None."""
     by_phase = {run.phase: run for run in measured}
     prefill, stream, disk = (by_phase.get(name) for name in ("prefill", "stream-disk", "disk"))
     if not (prefill and stream and disk):
         return None
     bytes_per_token = stream.size_bytes / stream.tokens
-    return Target(
+    return Goal(
         prefill.tokens / prefill.seconds,
         disk.size_bytes / disk.seconds / bytes_per_token,
         stream.tokens / stream.seconds,

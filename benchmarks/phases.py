@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.figures import Measured
 from benchmarks.models import Setting, make_prompts, write_run
+from pipeline.config import Run
 from pipeline.errors import InputError
 from pipeline.target import Target
 
@@ -41,11 +42,11 @@ def prefill(place: Path, model_folder: Path, setting: Setting) -> Measured:
     # The engine `stream` itself makes its arguments, so that they cannot come apart; this process does nothing after it
     engine.start = start_without_capture
     began = time.monotonic()
-    stream = StreamEngine(config, *_target_and_layers(config))
+    StreamEngine(config, *_target_and_layers(config))
     ready = time.monotonic()
     first_s = _prefill_all(started[0].llm_engine, make_prompts(setting))
     done = time.monotonic()
-    stream.close()
+    started[0].llm_engine.engine_core.shutdown()  # its scheduler is vLLM's own, which knows no other way
     return Measured(
         "prefill", done - ready, setting.prompts * setting.tokens, start_s=ready - began, first_s=first_s - ready
     )
@@ -72,23 +73,40 @@ def _prefill_all(llm_engine: Any, prompts: list[list[int]]) -> float:
 def stock(place: Path, model_folder: Path, setting: Setting, batch: int) -> Measured:
     """speculators 0.3.0 with only the API breaks mended (see stock.py): `generate` batch by batch, each sample saved by
     a thread as its data_generation script does, without fsync."""
-    import torch
-
-    from pipeline import engine
-    from pipeline.extract.speculators_engine import prepare_environment, speculators_silenced
     from pipeline.store import require_space
 
     require_space(place, setting.states_bytes, "bench", "--tmpfs")
-    config = write_run(place, model_folder, setting)
+    began = time.monotonic()
+    generator = _stock_generator(write_run(place, model_folder, setting), model_folder, setting)
+    ready = time.monotonic()
+    first_s = _generate_and_save(generator, place, setting, batch)
+    done = time.monotonic()
+    generator.executor.shutdown()
+    files = list(place.glob("data_*.pt"))
+    assert len(files) == setting.prompts, "samples are missing"
+    return Measured(
+        "stock",
+        done - ready,
+        setting.prompts * setting.tokens,
+        size_bytes=sum(file.stat().st_size for file in files),
+        files=len(files),
+        start_s=ready - began,
+        first_s=first_s - ready,
+    )
+
+
+def _stock_generator(config: Run, model_folder: Path, setting: Setting) -> Any:
+    from pipeline import engine
+    from pipeline.extract.environment import prepare_environment, speculators_silenced
+
     prepare_environment(config)
     _, layers = _target_and_layers(config)
-    began = time.monotonic()
     with speculators_silenced():
         from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
         assert not hasattr(VllmHiddenStatesGenerator, "shutdown"), "this is the patched speculators, not the stock one"
         make: Any = VllmHiddenStatesGenerator
-        generator = make(
+        return make(
             str(model_folder),
             [layer - 1 for layer in layers],  # as released, id i is the *output* of layer i
             setting.tokens + 1,
@@ -99,10 +117,14 @@ def stock(place: Path, model_folder: Path, setting: Setting, batch: int) -> Meas
             load_format="dummy",
             custom_ops=engine.custom_ops(),
         )
-    ready, first_s = time.monotonic(), None
-    prompts = make_prompts(setting)
+
+
+def _generate_and_save(generator: Any, place: Path, setting: Setting, batch: int) -> float:
+    """Returns when the first states came."""
+    import torch
+
+    first_s, saved, prompts = None, [], make_prompts(setting)
     with ThreadPoolExecutor(STOCK_THREADS) as threads:
-        saved = []
         for first in range(0, len(prompts), batch):
             results = generator.generate(prompts[first : first + batch])
             first_s = first_s or time.monotonic()
@@ -116,19 +138,8 @@ def stock(place: Path, model_folder: Path, setting: Setting, batch: int) -> Meas
                 saved.append(threads.submit(torch.save, data, place / f"data_{number}.pt"))
         for one in saved:
             one.result()
-    done = time.monotonic()
-    generator.executor.shutdown()
-    files = list(place.glob("data_*.pt"))
-    assert len(files) == setting.prompts, "samples are missing"
-    return Measured(
-        "stock",
-        done - ready,
-        setting.prompts * setting.tokens,
-        size_bytes=sum(file.stat().st_size for file in files),
-        files=len(files),
-        start_s=ready - began,
-        first_s=(first_s or done) - ready,
-    )
+    assert first_s is not None
+    return first_s
 
 
 def _require_rows(states_LSH: list[Any], tokens: int) -> None:

@@ -87,7 +87,7 @@ def _told(step: str, run: Callable[[], int | None]) -> int:
         print(f"{step}: no room left on the disk ({error}). Make room, run it again: it goes on", file=sys.stderr)
         return SpaceError.exit_code
     except KeyboardInterrupt as stopped:
-        print(f"{step}: stopped. Run it again: it goes on", file=sys.stderr)
+        print(f"{step}: stopped{'' if step in TOOLS else '. Run it again: it goes on'}", file=sys.stderr)
         return stopped.exit_code if isinstance(stopped, Stopped) else 130
 
 

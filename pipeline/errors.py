@@ -2,6 +2,7 @@
 
 0  done            2  configuration or usage     3  folder made with other settings
 1  a fault of ours 4  unusable input or model    5  disk without room
+6  folder in use: again later
 130 stopped by SIGINT (Ctrl-C)  143 stopped by SIGTERM: 128 and the signal's number, as shells have it
 
 `versions` ends with 1 where something differs, `preflight` with 4 where a check failed,
@@ -30,6 +31,12 @@ class MismatchError(UserError):
     """A folder holds the output of other settings than this run's."""
 
     exit_code = 3
+
+
+class InUseError(MismatchError):
+    """A folder that another process is writing."""
+
+    exit_code = 6
 
 
 class InputError(UserError):

@@ -12,18 +12,14 @@ Exit codes: 0 all as written, 4 something is not, or there is nothing to verify.
 import argparse
 import json
 import sys
-import threading
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import InputError, UserError
-from pipeline.progress import LOG_INTERVAL_S, clock, scaled
+from pipeline.progress import Meter
 from pipeline.store import Manifest, Shard, exclusive, read_manifest
 from pipeline.store.checksums import default_threads
 from pipeline.store.records import altered, move_aside, read_record
-
-BAR_INTERVAL_S = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,14 +74,14 @@ def contents(folder: Path) -> Contents:
     if finished:
         manifest: Manifest = read_manifest(folder, step)
         return Contents(step, manifest.shards, True)
-    files = [path.name for path in sorted(folder.glob("shard-*.safetensors"))]
+    files = [path.with_suffix(".safetensors").name for path in sorted(folder.glob("shard-*.json"))]
     records = [read_record(folder, file, key) for file in files]
     return Contents(step, [shard for shard in records if shard], False)
 
 
 def _verify(folder: Path, threads: int) -> int:
     held = contents(folder)
-    with Meter(str(folder), sum(shard.size_bytes for shard in held.shards)) as meter:
+    with Meter(f"verify  {folder}", sum(shard.size_bytes for shard in held.shards)) as meter:
         wrong = altered(folder, held.shards, threads, meter.add)
     state = "" if held.finished else ", unfinished"
     whole = f"{len(held.shards) - len(wrong)} of {len(held.shards)} files as written{state}"
@@ -94,7 +90,7 @@ def _verify(folder: Path, threads: int) -> int:
         print(f"verify: {folder / file} {what}", file=sys.stderr)
     if wrong:
         print(f"verify: {_remedy(folder, held, wrong)}", file=sys.stderr)
-    return len(wrong)
+    return len(wrong) or not held.shards
 
 
 def _remedy(folder: Path, held: Contents, wrong: dict[str, str]) -> str:
@@ -106,44 +102,3 @@ def _remedy(folder: Path, held: Contents, wrong: dict[str, str]) -> str:
         moved = move_aside(folder, still)
     aside = f"moved aside as {', '.join(moved)}; " if moved else ""
     return f"{aside}run extract again: it makes {'it' if len(wrong) == 1 else 'them'} again"
-
-
-@dataclass
-class Meter:
-    """Bytes read, and how fast: a bar on a terminal, a line every 30 s elsewhere."""
-
-    name: str
-    total: int
-    done: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _closed: threading.Event = field(default_factory=threading.Event)
-    _begun_s: float = field(default_factory=time.monotonic)
-    _end_s: float | None = None
-
-    def add(self, size: int) -> None:
-        with self._lock:
-            self.done += size
-
-    def line(self) -> str:
-        """`5.7 TB in 31:12, 3,045 MB/s`."""
-        seconds = max((self._end_s or time.monotonic()) - self._begun_s, 1e-9)
-        return f"{scaled(self.done)}B in {clock(seconds)}, {self.done / seconds / 1e6:,.0f} MB/s"
-
-    def __enter__(self) -> "Meter":
-        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end_s = time.monotonic()
-        self._closed.set()
-        self._thread.join()
-
-    def _show(self) -> None:
-        terminal = sys.stderr.isatty()
-        while not self._closed.wait(BAR_INTERVAL_S if terminal else LOG_INTERVAL_S):
-            share = f"{self.done / max(self.total, 1):.0%} of {scaled(self.total)}B"
-            text = f"verify  {self.name}  {share}  {self.line()}"
-            print(f"\r{text}\x1b[K" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
-        if terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

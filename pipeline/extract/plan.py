@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from pipeline.errors import InputError
+from pipeline.progress import Meter
 from pipeline.store import Manifest, Shard
 from pipeline.store.records import altered, move_aside, read_record, write_record
 from pipeline.store.samples import Sample, read_samples
@@ -132,7 +133,8 @@ def verified(folder: Path, planned: list[Planned], run_key: str) -> Found:
         shard = read_record(folder, item.file, run_key)
         if shard and (shard.samples, shard.tokens) == (item.samples, item.tokens):
             done[item.file] = shard
-    wrong = altered(folder, list(done.values()))
+    with Meter(f"extract  verifies {folder}", sum(shard.size_bytes for shard in done.values())) as meter:
+        wrong = altered(folder, list(done.values()), on_bytes=meter.add)
     again = [item.file for item in planned if item.file in wrong or (item.file in there and item.file not in done)]
     done = {file: shard for file, shard in done.items() if file not in wrong}
     return Found(done, again, move_aside(folder, wrong))

@@ -194,7 +194,7 @@ class Progress:
 
     def _run(self) -> None:
         while not self._closed.wait(BAR_INTERVAL_S):
-            with contextlib.suppress(FileNotFoundError):  # a folder that someone takes away is the step's to tell of
+            with contextlib.suppress(OSError):  # a folder that someone takes away is the step's to tell of
                 self.tick()
 
     def tick(self) -> None:
@@ -225,7 +225,10 @@ class Progress:
             self.json.write({**self.facts(event), **more})
 
     def _free(self) -> int:
-        return shutil.disk_usage(self.folder).free
+        try:
+            return shutil.disk_usage(self.folder).free
+        except OSError:  # the step tells of it, when it writes
+            return 0
 
 
 def _gpu_text(used: list[GpuUse]) -> list[str]:

@@ -4,25 +4,21 @@ Prompts go in groups of about `max_batched_tokens` tokens, which bounds what tra
 (Kimi: 57 KB a token) and does not reach over a shard's end.
 """
 
-import logging
-import os
-import signal
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from pipeline import engine
 from pipeline.config import Run
 from pipeline.errors import InputError
 from pipeline.extract.engines import Captured
+from pipeline.extract.environment import (
+    ignore_stop_signals,
+    last_position_usable,
+    prepare_environment,
+    speculators_silenced,
+)
 from pipeline.store.samples import Sample
 from pipeline.target import Target
-
-SPECULATORS_WARNING = 'Field name "torch_dtype"'
-"""Begins a warning of pydantic's at every import of speculators 0.3.0, about a model that we do not use."""
-
-ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 class SpeculatorsEngine:
@@ -73,12 +69,6 @@ class SpeculatorsEngine:
         self._generator.shutdown()
 
 
-def ignore_stop_signals(_worker: object) -> None:
-    """In a worker: leave SIGINT and SIGTERM to the process that has started it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def groups(samples: list[Sample], max_tokens: int, max_samples: int) -> Iterator[list[Sample]]:
     """Consecutive samples of at most so many tokens (or one sample) and so many samples."""
     group: list[Sample] = []
@@ -91,43 +81,3 @@ def groups(samples: list[Sample], max_tokens: int, max_samples: int) -> Iterator
         tokens += len(sample.input_ids_S)
     if group:
         yield group
-
-
-def prepare_environment(config: Run) -> None:
-    """What vLLM reads from the environment, set where the user has not; before vLLM is imported."""
-    engine.quiet_environment()
-    if engine.on_cpu():
-        # Without a number vLLM gives a worker one thread, and this process too, for whatever it does afterwards
-        cores = len(os.sched_getaffinity(0))
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.target.tensor_parallel_size)))
-
-
-@contextmanager
-def last_position_usable(config: Run, target: Target) -> Iterator[None]:
-    """Where samples may be as long as the model knows positions: we ask for one place more, which vLLM must allow. It
-    is for the sampled token, which is never run.
-
-    Told by the environment, for the workers, and to vLLM's module: an engine that ran in this process before has had
-    the environment read once and for all.
-    """
-    if config.target.max_length != target.config.get("max_position_embeddings"):
-        yield
-        return
-    os.environ.setdefault(ALLOW_LONG, "1")
-    from vllm import envs
-
-    setattr(envs, ALLOW_LONG, True)
-    try:
-        yield
-    finally:
-        delattr(envs, ALLOW_LONG)
-
-
-@contextmanager
-def speculators_silenced() -> Iterator[None]:
-    """Leave out speculators' chatter while the engine starts, here and in the workers."""
-    logging.getLogger("speculators").setLevel(logging.WARNING)
-    os.environ.setdefault("PYTHONWARNINGS", f"ignore:{SPECULATORS_WARNING}")  # for the workers
-    with engine.stdout_silenced(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", SPECULATORS_WARNING)
-        yield

@@ -1,6 +1,7 @@
 """The step `extract`: plan, resume, capture, check, write, in this order."""
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.config import Run
-from pipeline.errors import InputError, UserError
+from pipeline.errors import InputError, Stopped, UserError
 from pipeline.extract import engines
 from pipeline.extract.check import Expected, check_captured
 from pipeline.extract.engines import Captured
@@ -85,7 +86,7 @@ def extract(config: Run) -> None:
                 return
         try:
             _extract(job, stop)
-        except UserError:
+        except (UserError, Stopped):
             if job.part.is_whole and not any(job.folder.glob("shard-*.safetensors*")):
                 release(job.folder)  # nothing to keep: another attempt may have other settings
             raise
@@ -99,9 +100,10 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
-        where = error.filename or folder
+        where = Path(os.fsdecode(error.filename or folder))
+        what = "written" if where.is_relative_to(folder) else "read or written"
         raise InputError(
-            f"extract: {where} cannot be written ({error.strerror or error}). What is finished is kept; "
+            f"extract: {where} cannot be {what} ({error.strerror or error}). What is finished is kept; "
             "see to the disk or its permissions, then run it again: it goes on"
         ) from error
 

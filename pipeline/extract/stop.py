@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.errors import Stopped, UserError
 
 GRACE_S = 45.0
-"""For the shard in hand. Kimi's 65,536 tokens take 9 s at 7,350 tok/s, 75 s at 876: that one is then given up."""
+"""For the shards in hand. Kimi's 65,536 tokens take 9 s at 7,350 tok/s, 75 s at 876: that one is then given up."""
 EXIT_S = 57.0
 """For everything. Ending vLLM's workers takes up to 8 s; a process that hangs in foreign code is ended without."""
 
@@ -68,8 +68,10 @@ class StopSignals:
 
     def _first(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
+        # The kernel's own, also when this thread is in foreign code. Process 1 of a container it leaves alone
+        again = signal.SIG_DFL if os.getpid() != 1 else lambda number, _frame: os._exit(128 + number)
         for each in self._old.keys() - {signal.SIGALRM}:
-            signal.signal(each, signal.SIG_DFL)  # the kernel's own: also when this thread is in foreign code
+            signal.signal(each, again)
         self._end = threading.Timer(EXIT_S, os._exit, [128 + number])
         self._end.daemon = True
         self._end.start()

@@ -5,7 +5,7 @@ import resource
 import shutil
 from pathlib import Path
 
-from pipeline import engine
+from pipeline import engine, memory
 from pipeline.preflight.finding import Facts, Finding, State
 from pipeline.preflight.gpus import Gpu
 from pipeline.preflight.inputs import readable_target, states_in_memory, weight_bytes
@@ -18,8 +18,6 @@ SHM_BYTES = 8e9
 OPEN_FILES = 65535
 """What vLLM raises its own limit to, where the hard limit lets it (vllm.utils.system_utils.set_ulimit, 0.16)."""
 
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 
@@ -87,7 +85,7 @@ def gpu_driver(facts: Facts) -> Finding:
 
 def host_memory(facts: Facts) -> Finding:
     """Memory that can still be had, by the machine and by the container's own limit."""
-    available, limit = _available_bytes(), _cgroup_room()
+    available, limit = memory.available_bytes(), memory.cgroup_room()
     text = f"{_gb(available)} available"
     if limit is not None:
         text += f", {_gb(limit)} left under the container's limit"
@@ -112,30 +110,6 @@ def _memory_wanted(facts: Facts) -> tuple[float, str]:
     if extract > train:
         return extract, "extract: the shards in hand"
     return train, f"train: the target's embedding and output rows in float32, {facts.gpus_wanted} processes"
-
-
-def _available_bytes() -> int:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", MEMINFO.read_text(), re.MULTILINE)
-    assert found, f"{MEMINFO} has no MemAvailable (Linux 3.14 and later do)"
-    return int(found[1]) * 1024
-
-
-def _cgroup_room() -> int | None:
-    """Limit less use of this container, file cache that can be dropped not counted as used; None without a limit."""
-    for limit_file, use_file, cache in (
-        ("memory.max", "memory.current", "inactive_file"),  # cgroup v2
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),  # v1
-    ):
-        try:
-            limit, used = (CGROUP / limit_file).read_text().strip(), int((CGROUP / use_file).read_text())
-            stat = (CGROUP / use_file).with_name("memory.stat").read_text()
-        except OSError:
-            continue
-        if not limit.isdecimal() or int(limit) > 1 << 60:  # "max", and v1's near-2**63, are no limit
-            return None
-        dropped = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
-        return max(0, int(limit) - used + int(dropped[1] if dropped else 0))
-    return None
 
 
 def shared_memory(facts: Facts) -> Finding:

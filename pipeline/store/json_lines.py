@@ -24,13 +24,16 @@ class JsonLines:
     def write(self, value: dict[str, Any]) -> None:
         """Append one object."""
         line = json.dumps(value, ensure_ascii=False) + "\n"
-        if self._file is None:
-            print(line, end="", file=sys.stderr, flush=True)
-        elif not self._broken:
-            try:
+        if self._broken:
+            return
+        try:
+            if self._file is None:
+                print(line, end="", file=sys.stderr, flush=True)
+            else:
                 self._file.write(line.encode())
-            except OSError as error:
-                self._broken = True
+        except OSError as error:
+            self._broken = True
+            if self._file is not None:
                 print(f"{self._target} cannot be written ({error.strerror}): no more lines", file=sys.stderr)
 
     def close(self) -> None:

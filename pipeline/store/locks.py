@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from pipeline.errors import MismatchError
+from pipeline.errors import InUseError
 
 PARTS = ".lock.part-*"
 PROBE_S = 0.2
@@ -25,7 +25,7 @@ PROBE_S = 0.2
 
 @contextmanager
 def exclusive(folder: Path, step: str) -> Iterator[None]:
-    """Hold `folder` for one process. Raises MismatchError, naming the holder, when another one has it."""
+    """Hold `folder` for one process. Raises InUseError, naming the holder, when another one has it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+") as lock:
         if not _taken(lock, fcntl.LOCK_EX):
@@ -39,7 +39,7 @@ def exclusive(folder: Path, step: str) -> Iterator[None]:
 def exclusive_part(folder: Path, step: str, number: int, count: int) -> Iterator[None]:
     """Hold part `number` of `count` of `folder`, beside the other parts.
 
-    Raises MismatchError, naming the holder, when another process has the part or the whole folder, or a part of
+    Raises InUseError, naming the holder, when another process has the part or the whole folder, or a part of
     another `count`, which would write some of the same files.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def _text(lock: IO[str]) -> str:
     return lock.read()
 
 
-def _in_use(what: str, holder: str) -> MismatchError:
-    return MismatchError(
+def _in_use(what: str, holder: str) -> InUseError:
+    return InUseError(
         f"{what} is being written by process {holder.strip() or 'unknown'}. Wait for it, or give this run another name"
     )

@@ -5,12 +5,14 @@ the run key. A file that does not have the checksum of its record (or of the man
 `shard-00000.safetensors.damaged-1`.
 """
 
+import errno
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
+from pipeline.errors import InputError
 from pipeline.store.atomic import sync, write_json
 from pipeline.store.checksums import checksums
 from pipeline.store.manifest import Shard
@@ -51,7 +53,9 @@ def altered(
 ) -> dict[str, str]:
     """File name -> what is wrong, of those that are not what was written. Whole ones are read once, in several threads.
 
-    `on_bytes` is called with each piece's size, from any thread.
+    A medium that cannot give its bytes back (EIO) has not kept them. Raises InputError, naming the file, for one that
+    cannot be read for another reason: nothing is known of it. `on_bytes` is called with each piece's size, from any
+    thread.
     """
     wrong: dict[str, str] = {}
     whole: list[Shard] = []
@@ -66,6 +70,11 @@ def altered(
     sums = checksums((folder / shard.file for shard in whole), threads, on_bytes)
     for shard, checksum in zip(whole, sums, strict=True):
         if isinstance(checksum, OSError):
+            if checksum.errno != errno.EIO:
+                raise InputError(
+                    f"{folder / shard.file} cannot be read ({checksum.strerror}). Nothing was changed; see to it, then "
+                    "run this again"
+                )
             wrong[shard.file] = f"cannot be read ({checksum.strerror})"
         elif checksum != shard.sha256:
             wrong[shard.file] = "is not what was written (checksum)"

@@ -111,8 +111,8 @@ def write_states(
         "offsets": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int64),
         **_states_tensors(aux_states_TLH, last_states_TH, stored_dtype(dtype, store_dtype) if header.dtype else None),
     }
-    write_tensors(path, tensors, (METADATA_KEY, header.to_text()))
-    return Shard.describe(path, len(samples), sum(lengths))
+    size_bytes, sha256 = write_tensors(path, tensors, (METADATA_KEY, header.to_text()))
+    return Shard(path.name, len(samples), sum(lengths), size_bytes, sha256)
 
 
 def _states_tensors(

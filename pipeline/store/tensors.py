@@ -6,11 +6,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from pipeline.store.atomic import atomic_path
+from pipeline.store.atomic import atomic_path, file_sha256
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: tuple[str, str] | None = None) -> None:
-    """Write `tensors` to `path` without a copy in memory. Raises OSError when the disk is full.
+def write_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], metadata: tuple[str, str] | None = None
+) -> tuple[int, str]:
+    """Write `tensors` to `path` without a copy in memory. Returns the file's size in bytes and its SHA-256, taken
+    before it has its name: what another process might put there is not vouched for. Raises OSError when the disk is
+    full.
 
     `metadata` is one key and its text: safetensors writes several keys in random order. Its own temporary
     file (`.tmp` and six letters, left behind by a killed process) is only for its owner to read, and that
@@ -24,6 +28,9 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: tuple[
         except SafetensorError as error:
             raise _as_os_error(error, path) from error
         temporary.chmod(mode)
+        size, sha256 = temporary.stat().st_size, file_sha256(temporary)
+        assert size > sum(tensor.nbytes for tensor in tensors.values()), f"{temporary} is shorter than what was written"
+    return size, sha256
 
 
 def _as_os_error(error: SafetensorError, path: Path) -> OSError:

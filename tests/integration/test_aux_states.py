@@ -14,7 +14,7 @@ import torch
 
 from pipeline import engine
 from pipeline.config import PrepareSection, Run, TargetSection
-from pipeline.extract import speculators_engine
+from pipeline.extract import environment
 from pipeline.target import Target
 from tests.kimi.model import pinned
 
@@ -36,7 +36,7 @@ def bench(request: pytest.FixtureRequest) -> SimpleNamespace:
         ),
         prepare=PrepareSection(sources=["unused"]),
     )
-    with speculators_engine.speculators_silenced():
+    with environment.speculators_silenced():
         from tests.aux_states import AuxStatesExtension
     name = f"{AuxStatesExtension.__module__}.{AuxStatesExtension.__name__}"
     limits = {"max_num_batched_tokens": TOKENS_A_PASS, "max_num_seqs": 8}

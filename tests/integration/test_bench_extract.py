@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 ROOT = Path(__file__).parents[2]
 PROMPTS, TOKENS, SHARD_TOKENS, HIDDEN = 20, 40, 320, 128
-ITEM_BYTES = 4 if engine.on_cpu() else 2
+DTYPE, ITEM_BYTES = ("float32", 4) if engine.on_cpu() else ("bfloat16", 2)
 STOCK, OTHERS = "stock", "prefill,stream-tmpfs,stream-disk,disk"
 
 
@@ -88,5 +88,5 @@ def _hidden_bytes() -> int:
     """Of the shards of hidden/: 8, 8 and 4 samples; every sample has two names of 13 letters."""
     per_shard = SHARD_TOKENS // TOKENS
     counts = [min(per_shard, PROMPTS - first) for first in range(0, PROMPTS, per_shard)]
-    form = {"aux_layers": [2, 4, 5], "last_layer": 8, "hidden_size": HIDDEN, "item_bytes": ITEM_BYTES}
+    form = {"aux_layers": [2, 4, 5], "last_layer": 8, "hidden_size": HIDDEN, "dtype": DTYPE}
     return sum(shard_bytes(count, count * TOKENS, count * 2 * len("sample-000000"), **form) for count in counts)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import extract, models, phases, stock
-from benchmarks.figures import Measured, Target, medians, table, target_of, told
+from benchmarks.figures import Goal, Measured, goal_of, medians, table, told
 from benchmarks.models import MODELS, Setting, count_parameters
 from pipeline import patching
 from pipeline.errors import InputError
@@ -33,7 +33,7 @@ SERIES = [patch.name for patch in patching.load_patch_set("speculators").patches
 def test_the_target_is_the_lower_of_both_bounds(
     prefill: float, disk: float, reached: float, wanted: float, is_reached: bool
 ) -> None:
-    target = Target(prefill, disk, reached)
+    target = Goal(prefill, disk, reached)
     assert target.tokens_per_s == pytest.approx(wanted)
     assert target.is_reached is is_reached
     assert ("MISSED" in target.text()) is not is_reached
@@ -49,12 +49,12 @@ RUNS = [
 
 def test_the_disk_counts_in_states_of_tokens() -> None:
     """500,000 bytes a token, the disk takes 1.25 GB/s: 2,500 tokens."""
-    target = target_of(RUNS)
+    target = goal_of(RUNS)
     assert target is not None
-    assert target == Target(4000.0, 2500.0, 2000.0)
+    assert target == Goal(4000.0, 2500.0, 2000.0)
     assert target.tokens_per_s == pytest.approx(2250)
     for missing in ("prefill", "stream-disk", "disk"):
-        assert target_of([run for run in RUNS if run.phase != missing]) is None
+        assert goal_of([run for run in RUNS if run.phase != missing]) is None
 
 
 def test_the_median_of_each_phase_is_shown_with_its_spread() -> None:
@@ -71,7 +71,7 @@ def test_the_median_of_each_phase_is_shown_with_its_spread() -> None:
     assert lines[1].split() == ["prefill", "2,000", "1.000", "0.10", "s", "-", "3.0", "s", "1,000", "to", "4,000"]
     assert lines[2].split()[:3] == ["stock", "800", "0.400"]
     assert lines[4].split() == ["disk", "-", "-", "-", "1.250", "-", "1.250", "to", "1.250"]
-    assert "spread" not in table(RUNS, RUNS)
+    assert " to " not in table(RUNS, RUNS), "one run each: no spread"
     assert told(RUNS[3]) == "disk  1.250 GB/s"
 
 

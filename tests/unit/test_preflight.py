@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pipeline import engine, patching
+from pipeline import memory as memory_room
 from pipeline.__main__ import main
 from pipeline.config import load
 from pipeline.preflight import contract, inputs, machine, step
@@ -284,16 +285,16 @@ def test_a_driver_that_does_not_tell_of_processes(facts, gpu_build):
 @pytest.fixture
 def memory(monkeypatch, tmp_path):
     """A machine with `available` GB; a container of `limit` GB with `used` in use, `cache` of them cache."""
-    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(machine, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(memory_room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory_room, "CGROUP", tmp_path / "cgroup")
 
     def make(available, limit=None, used=0, cache=0, version=2):
-        machine.MEMINFO.write_text(f"MemTotal: 99999999999 kB\nMemAvailable:  {int(available * 1e9) // 1024} kB\n")
+        memory_room.MEMINFO.write_text(f"MemTotal: 99999999999 kB\nMemAvailable:  {int(available * 1e9) // 1024} kB\n")
         folder, names, key = {
             1: ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"),
             2: (".", ("memory.max", "memory.current"), "inactive_file"),
         }[version]
-        place = machine.CGROUP / folder
+        place = memory_room.CGROUP / folder
         place.mkdir(parents=True, exist_ok=True)
         none = "max" if version == 2 else str(2**63 - 4096)
         (place / names[0]).write_text(f"{limit * GB if limit else none}\n")
@@ -317,7 +318,7 @@ def test_the_containers_limit_counts_not_only_the_machine(facts, memory, version
 
 def test_memory_of_a_machine_without_cgroups(facts, memory):
     memory(available=2)
-    for file in machine.CGROUP.iterdir():
+    for file in memory_room.CGROUP.iterdir():
         file.unlink()
     assert found(facts())["host memory"].state is WARNING
 

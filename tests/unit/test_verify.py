@@ -1,12 +1,13 @@
 """`verify`: what was written and what is there."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.store import checksums, exclusive, file_sha256, finish, run_key, write_json
+from pipeline.store import checksums, exclusive, file_sha256, finish, records, run_key, write_json
 from pipeline.store.manifest import Shard
 from pipeline.store.records import write_record
 from tests.runs import damaged, make_samples, write_prepared
@@ -94,6 +95,26 @@ def test_unfinished_folder_by_its_records(hidden: Path, capsys: pytest.CaptureFi
     flip(hidden / "shard-00003.safetensors")  # has no record: half-written, as far as anyone knows
     assert verify(hidden) == 4
     assert damaged(hidden) == ["shard-00001.safetensors.damaged-1"]
+    (hidden / "shard-00000.safetensors").unlink()
+    capsys.readouterr()
+    assert verify(hidden) == 4
+    assert "shard-00000.safetensors is missing" in capsys.readouterr().err
+
+
+def test_an_unfinished_folder_of_nothing(hidden: Path):
+    (hidden / "manifest.json").unlink()
+    assert verify(hidden) == 4
+
+
+@pytest.mark.parametrize(("number", "moved"), [(errno.EIO, True), (errno.ENFILE, False), (errno.ESTALE, False)])
+def test_a_file_that_cannot_be_read_is_damaged_only_where_the_medium_says_so(
+    hidden: Path, monkeypatch: pytest.MonkeyPatch, number: int, moved: bool, capsys: pytest.CaptureFixture[str]
+):
+    fault = OSError(number, os.strerror(number))
+    monkeypatch.setattr(records, "checksums", lambda paths, *_: (fault for _ in paths))
+    assert verify(hidden) == 4
+    assert f"shard-00000.safetensors cannot be read ({os.strerror(number)})" in capsys.readouterr().err
+    assert len(damaged(hidden)) == (4 if moved else 0)
 
 
 def test_nothing_is_moved_under_a_writer(hidden: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,15 +12,15 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pipeline import engine
+from pipeline import engine, memory
 from pipeline.config import Run
 from pipeline.errors import InputError
 from pipeline.extract.check import FAULT
 from pipeline.extract.engines import Order, Went
+from pipeline.extract.environment import last_position_usable, prepare_environment, speculators_silenced
 from pipeline.extract.plan import remaining
-from pipeline.extract.speculators_engine import last_position_usable, prepare_environment, speculators_silenced
 from pipeline.extract.stream import bounds
-from pipeline.extract.stream.work import RELEASE, Place, Report, Work, host_memory_bytes, told
+from pipeline.extract.stream.work import END, Place, Report, Work, request_place, told
 from pipeline.preflight.gpus import read_gpus
 from pipeline.store import Shard
 from pipeline.store.samples import Sample
@@ -44,19 +44,22 @@ class StreamEngine:
         self._config, self._target, self._layer_ids = config, target, layer_ids
         section = config.extract
         prepare_environment(config)
+        before = multiprocessing.active_children()
         with speculators_silenced(), last_position_usable(config, target):
             self._llm: LLM | None = engine.start(
                 config,
                 "extract",
                 max_model_len=config.target.max_length + 1,  # vLLM keeps a place for the token that ends the request
                 max_num_batched_tokens=section.max_batched_tokens,
-                max_num_seqs=bounds.STEPS_UNDER_WAY * section.max_num_seqs,
+                max_num_seqs=min(bounds.STEPS_UNDER_WAY * section.max_num_seqs, section.max_batched_tokens),
                 enable_chunked_prefill=True,
                 enforce_eager=True,  # hooks are not seen by compiled models
                 worker_extension_cls="pipeline.extract.stream.worker.StreamWorkerExtension",
                 **self._scheduling(),
                 **self._memory(),
             )
+        started = [process for process in multiprocessing.active_children() if process not in before]
+        self._engine_processes = [process for process in started if process.name.startswith("EngineCore")]
         _tell_if_cramped(config, self._llm)
 
     def _scheduling(self) -> dict[str, Any]:
@@ -86,18 +89,12 @@ class StreamEngine:
         _require_memory(bounds.host_bytes(self._config.extract, self._token_bytes, work.largest_tokens), work)
         llm.collective_rpc("_stream_begin", args=(work.to_text(),))
         stream = _Stream(llm, work, order, stopping)
-        asked = True
         try:
             yield from stream.run()
-        except BaseException as error:
-            # Ctrl-C reaches vLLM's processes too, and one that has ended does not answer. close() ends the others
-            asked = isinstance(error, Exception) or hasattr(llm.llm_engine.engine_core, "engine_core")
-            raise
         finally:
             with suppress(Exception):  # a dead engine has ended already, and why is being raised
-                if asked:
-                    stream.abort()
-                    llm.collective_rpc("_stream_end")
+                stream.abort()
+                llm.collective_rpc("_stream_end")
 
     def _work(self, order: Order) -> Work:
         return Work(
@@ -119,9 +116,9 @@ class StreamEngine:
     def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            for process in multiprocessing.active_children():
-                if process.name.startswith("EngineCore") and process.pid is not None:
-                    os.kill(process.pid, RELEASE)
+            for process in self._engine_processes:
+                if process.is_alive():
+                    os.kill(int(process.pid or 0), END)
             llm.llm_engine.engine_core.shutdown()
 
 
@@ -137,10 +134,13 @@ class _Stream:
         self._held: dict[str, int] = {}
         """Tokens of each request that the engine holds."""
         self._reported = time.monotonic()
+        self._stopped = False
 
     def run(self) -> Iterator[Went]:
         """Until every shard that was begun is written. Raises the worker's first error."""
         while self._feed() or self._begun > self._finished:
+            if self._stopping() and not self._stopped:
+                self._wind_down()
             tokens = self._step() if self._held else []
             written: list[Shard] = []
             if not self._held or time.monotonic() - self._reported >= REPORT_S:
@@ -152,16 +152,26 @@ class _Stream:
 
     def abort(self) -> None:
         """Take back what the engine holds."""
+        self._take_back(list(self._held))
+
+    def _take_back(self, names: list[str]) -> None:
+        if names:
+            self._llm.llm_engine.abort_request(names)
+            for name in names:
+                del self._held[name]
+
+    def _wind_down(self) -> None:
+        """Leave it at the shards that the model has done, and the one that it is at."""
+        self._stopped, self._next = True, None
         if self._held:
-            self._llm.llm_engine.abort_request(list(self._held))
+            at_work = min(request_place(name).shard for name in self._held)
+            self._take_back([name for name in self._held if request_place(name).shard > at_work])
+            self._begun = at_work + 1
 
     def _feed(self) -> bool:
         """Whole shards for the room that there is, none beyond those that may be in hand. Whether there was one."""
         fed = False
         while self._next and self._begun < self._finished + self._in_hand and sum(self._held.values()) < self._room:
-            if self._stopping():
-                self._next = None
-                break
             _, samples = self._next
             for number, sample in enumerate(samples):
                 self._ask(Place(self._begun, number, len(samples)).name(), sample)
@@ -183,7 +193,7 @@ class _Stream:
     def _step(self) -> list[int]:
         """Tokens of the samples that have gone through the model."""
         done = [output for output in self._llm.llm_engine.step() if output.finished]
-        return [self._held.pop(output.request_id) for output in done]
+        return [self._held.pop(output.request_id) for output in done if output.request_id in self._held]
 
     def _report(self) -> list[Shard]:
         """Shards that were written since the last report."""
@@ -193,7 +203,7 @@ class _Stream:
         for report in [Report.from_text(reply) for reply in replies if reply is not None]:
             if report.error is not None:
                 raise told(report.error)
-            if report.waits_for and not report.written and not self._held:
+            if report.waits_for and not report.written and not self._held and not self._stopped:
                 raise RuntimeError(f"extract: {report.waits_for}, and no more are to come. {FAULT}")
             written += [Shard(**line) for line in report.written]
         self._finished += len(written)
@@ -214,10 +224,10 @@ def _tell_if_cramped(config: Run, llm: "LLM") -> None:
 
 def _require_memory(host_bytes: int, work: Work) -> None:
     """Raise InputError unless the machine has room for what is in hand: the kernel would end the worker later."""
-    available = host_memory_bytes()
+    available = memory.room_bytes()
     if host_bytes > available:
         raise InputError(
             f"extract: {work.shards_in_hand} shards in memory and the states on their way to them take "
-            f"{host_bytes / 1e9:.1f} GB, this machine has {available / 1e9:.1f} GB free. "
+            f"{host_bytes / 1e9:.1f} GB, this machine or container has {available / 1e9:.1f} GB free. "
             "Lower extract.shard_tokens or extract.writers, or use another engine"
         )

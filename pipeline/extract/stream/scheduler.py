@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from pipeline.extract.stream.bounds import STEPS_UNDER_WAY
-from pipeline.extract.stream.work import RELEASE, request_place
+from pipeline.extract.stream.work import END, request_place
 
 
 class ByShard(Scheduler):
@@ -70,12 +70,8 @@ class AsyncByShard(ByShard, AsyncScheduler):
 
 
 def leave_signals_to_the_driver() -> None:
-    """Ctrl-C and a job's SIGTERM reach all its processes, and the shards in hand are to be finished: this process, too,
-    ends when the driver wants it, who sends RELEASE first."""
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def release(*_: object) -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-    signal.signal(RELEASE, release)
+    """Ctrl-C and a job's SIGTERM reach all its processes, and the shards in hand are to be finished: this process ends
+    when the driver sends END, in the way in which vLLM has it end by SIGTERM."""
+    signal.signal(END, signal.getsignal(signal.SIGTERM))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -5,7 +5,6 @@ S tokens of a sample, T of a shard, L captured layers, H hidden size
 
 import errno
 import json
-import os
 import signal
 import traceback
 from dataclasses import asdict, dataclass, fields
@@ -18,8 +17,8 @@ from pipeline.errors import ConfigError, InputError, MismatchError, SpaceError, 
 from pipeline.extract.check import Expected
 from pipeline.extract.plan import Planned
 
-RELEASE = signal.SIGUSR1
-"""What the driver sends to vLLM's engine process before it ends it."""
+END = signal.SIGUSR1
+"""What the driver sends to vLLM's engine process to end it."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,3 @@ def told(error: dict[str, Any]) -> Exception:
     if error["kind"] == "OSError":
         return OSError(error["errno"], error["text"], *([error["file"]] if error["file"] else []))
     return RuntimeError(f"extract: the worker failed:\n{error['text']}")
-
-
-def host_memory_bytes() -> int:
-    """Memory of this machine that is free for use, by the kernel's estimate."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    values = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    kilobytes = values.get("MemAvailable", "").split()
-    return int(kilobytes[0]) * 1024 if kilobytes else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

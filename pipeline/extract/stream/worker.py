@@ -21,7 +21,7 @@ from speculators.data_generation.custom_worker import _argument_names, _decoder
 from vllm.distributed import get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pipeline.extract.speculators_engine import ignore_stop_signals
+from pipeline.extract.environment import ignore_stop_signals
 from pipeline.extract.stream.bounds import RING_STEPS
 from pipeline.extract.stream.ring import Ring
 from pipeline.extract.stream.work import Work
@@ -37,23 +37,23 @@ class StreamWorkerExtension:
         self._stream_writers: Writers | None = None
         work = Work.from_text(text)
         if work.driver_pid != os.getpid():
-            threading.Thread(target=_end_with, args=(work.driver_pid,), daemon=True, name="aerie-driver").start()
+            driver = os.pidfd_open(work.driver_pid)
+            threading.Thread(target=_end_with, args=(driver,), daemon=True, name="aerie-driver").start()
         if self.parallel_config.world_size > 1:  # type: ignore[attr-defined]
             ignore_stop_signals(self)  # in a process of its own; alone it shares the scheduler's
         if get_tp_group().rank_in_group != 0:
             return
         runner = self.model_runner  # type: ignore[attr-defined]
+        self._stream_hooks, self._stream_execute_model = [], runner.execute_model
         self._stream_ring = Ring(work.expected, work.max_batched_tokens, RING_STEPS, runner.device)
         self._stream_writers = Writers(work, self._stream_ring)
         decoder: Any = _decoder(runner.model)
         entrances = [(layer, _argument_names(layer)) for layer in decoder.layers]
         entrances.append((decoder.norm, ["hidden_states", "residual"]))
-        self._stream_hooks = []
         for place, layer_id in enumerate(work.layer_ids):
             module, names = entrances[layer_id]
             hook = partial(self._stream_keep, place, names)
             self._stream_hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        self._stream_execute_model = runner.execute_model
         runner.execute_model = self._stream_execute
 
     def _stream_report(self) -> str | None:
@@ -128,9 +128,9 @@ def _chunks(req_ids: list[str], scheduler_output: SchedulerOutput) -> list[Chunk
     return chunks
 
 
-def _end_with(pid: int) -> None:
-    """End this process as soon as the driver has: killed, it could not say so, and its folder is free for another."""
-    driver = os.pidfd_open(pid)
+def _end_with(driver: int) -> None:
+    """End this process as soon as the driver, a pidfd, has: killed, it could not say so, and its folder is free for
+    another."""
     poll = select.poll()
     poll.register(driver, select.POLLIN)
     poll.poll()

@@ -139,6 +139,8 @@ class Writers:
         with self._lock:
             written, self._written = self._written, []
             waits_for = None if self._on_their_way else self._incomplete()
+            if not all(thread.is_alive() for thread in self._threads):
+                self._error = self._error or {"kind": "fault", "text": "a thread that takes or writes states has ended"}
             return Report(written, self._error, waits_for)
 
     def _incomplete(self) -> str | None:
@@ -167,7 +169,7 @@ class Writers:
                 step.slot.wait()
                 if not self.failed:
                     self._take(step)
-            except Exception as error:  # noqa: BLE001 the driver raises it
+            except BaseException as error:  # noqa: BLE001 the driver raises it; a panic of safetensors is no Exception
                 self.fail(error)
             finally:
                 self._ring.release(step.slot)
@@ -211,7 +213,7 @@ class Writers:
             try:
                 if not self.failed:
                     line = self._write(shard)
-            except Exception as error:  # noqa: BLE001 the driver raises it
+            except BaseException as error:  # noqa: BLE001 the driver raises it; a panic of safetensors is no Exception
                 self.fail(error)
             self._memory.put(shard.memory)
             with self._lock:

@@ -107,6 +107,24 @@ def test_a_flipped_bit_of_a_finished_folder_is_found_by_verify_and_made_again(
     assert (hidden / damaged(hidden)[0]).read_bytes() == data
 
 
+def test_what_another_process_puts_in_a_shards_place_is_not_vouched_for(
+    config: Path, hidden: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    """Between a shard's name and its record."""
+    rename = os.replace
+
+    def replace(source, destination, **keywords):
+        rename(source, destination, **keywords)
+        if Path(destination).name == FILES[2]:
+            Path(destination).write_bytes(b"")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        assert extract(config) == 0
+    assert extract(config) == 0
+    assert contents(hidden) == undisturbed
+
+
 def test_leftovers_of_killed_writers_are_removed(config: Path, hidden: Path, undisturbed: dict[str, str]):
     assert killed_at(config, 4)
     (hidden / ".tmpA1b2C3").write_bytes(b"x")  # safetensors' own temporary file
@@ -117,7 +135,7 @@ def test_leftovers_of_killed_writers_are_removed(config: Path, hidden: Path, und
 
 def test_two_at_once(config: Path, hidden: Path, capsys: pytest.CaptureFixture[str]):
     with exclusive(hidden, "extract"):
-        assert extract(config) == 3
+        assert extract(config) == 6
     assert f"is being written by process {os.getpid()}" in capsys.readouterr().err
     assert not (hidden / "plan.json").exists()
 

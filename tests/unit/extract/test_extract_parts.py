@@ -111,16 +111,16 @@ def test_merge_refuses_other_settings(config: Path, hidden: Path, capsys: pytest
 
 def test_who_may_work_beside_whom(config: Path, hidden: Path, capsys: pytest.CaptureFixture[str]):
     with exclusive_part(hidden, "extract", 1, 2):
-        assert part(config, "1/2") == 3
+        assert part(config, "1/2") == 6
         assert f"part 1/2 of {hidden} is being written by process {os.getpid()} on " in capsys.readouterr().err
-        assert part(config, "1/3") == 3
+        assert part(config, "1/3") == 6
         assert f"split into 2 parts, is being written by process {os.getpid()}" in capsys.readouterr().err
-        assert extract(config) == 3
+        assert extract(config) == 6
         assert part(config, "2/2") == 0
-        assert merge(config) == 3
+        assert merge(config) == 6
         assert f"is being written by process {os.getpid()} on " in capsys.readouterr().err
     with exclusive(hidden, "extract"):
-        assert part(config, "1/2") == 3
+        assert part(config, "1/2") == 6
         assert f"{hidden} is being written by process {os.getpid()}" in capsys.readouterr().err
     assert part(config, "1/2") == 0
 

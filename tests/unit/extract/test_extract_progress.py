@@ -135,6 +135,16 @@ def test_json_that_cannot_be_written_does_not_stop_the_step(capsys: pytest.Captu
     assert capsys.readouterr().err == "/dev/full cannot be written (No space left on device): no more lines\n"
 
 
+def test_a_closed_stderr_does_not_stop_the_step_either(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_arguments, **_keywords):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys.stderr, "write", broken)
+    lines = JsonLines("-")
+    lines.write({"a": 1})
+    lines.write({"a": 2})
+
+
 def nvml(**other) -> SimpleNamespace:
     """A stand-in for pynvml with two GPUs."""
     return SimpleNamespace(**{

@@ -202,7 +202,7 @@ def test_a_second_process_is_refused_by_the_first_ones_number(
     child = in_child(work)
     os.read(reader, 1)
     before = contents(hidden)
-    assert extract(config) == 3
+    assert extract(config) == 6
     assert f"{hidden} is being written by process {child} on " in capsys.readouterr().err
     assert contents(hidden) == before
     os.kill(child, signal.SIGKILL)

@@ -2,6 +2,8 @@
 
 import errno
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from pipeline.extract.plan import Planned
 from pipeline.extract.stream import bounds
 from pipeline.extract.stream.ring import Ring, Slot
 from pipeline.extract.stream.work import Place, Report, Work, request_place, tell, told
-from pipeline.extract.stream.writer import Chunk, OpenShard, Step
+from pipeline.extract.stream.writer import Chunk, OpenShard, Step, Writers
 from pipeline.store.samples import Sample
+from tests.runs import make_samples, write_prepared
 
 HIDDEN, LAYERS = 4, 3
 LENGTHS = [3, 1, 6]
@@ -166,6 +169,39 @@ def test_work_and_reports_are_text():
     assert Report.from_text(report.to_text()) == report
 
 
+@pytest.mark.parametrize("place", ["_take", "_write"])
+def test_a_panic_in_a_thread_is_heard_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str):
+    """safetensors is Rust: what it raises then is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic(*_: object) -> None:
+        raise Panic("gone")
+
+    write_prepared(tmp_path / "prepared", make_samples([3]))
+    planned = [Planned("shard-00000.safetensors", 1, 3, 3, 8)]
+    work = Work(
+        str(tmp_path / "prepared"), str(tmp_path), planned, [planned[0].file], "0" * 32, [1, 2, 3], HIDDEN, "float32",
+        3, 1, 3, 1, None,
+    )  # fmt: skip
+    ring = Ring(work.expected, 3, 2, torch.device("cpu"))
+    monkeypatch.setattr(Writers, place, panic)
+    writers = Writers(work, ring)
+    ring.begin(3)
+    for layer in range(3):
+        ring.keep(layer, torch.zeros(3, HIDDEN), None)
+    writers.put(Step(ring.end(), torch.arange(3), [Chunk(Place(0, 0, 1).name(), 0, 0, 3)]))
+    for _ in range(100):
+        if writers.failed:
+            break
+        time.sleep(0.05)
+    error = writers.report().error
+    assert error is not None
+    assert "Panic: gone" in error["text"]
+    writers.close()
+
+
 RUN = Run(
     name="r", target=TargetSection(path="/x", max_length=2048), prepare=PrepareSection(sources=["x"]),
     extract=ExtractSection(writers=4, max_batched_tokens=8192, max_num_seqs=32, shard_tokens=65536),
@@ -190,8 +226,7 @@ def test_memory_is_what_the_settings_say():
     ids=["user", "disk", "fault"],
 )
 def test_errors_cross_processes(error: Exception, kind: type[Exception], words: str):
-    (line,) = [tell(error)]
-    again = told(line)
+    again = told(tell(error))
     assert type(again) is kind
     assert words in str(again)
     if isinstance(error, OSError):
@@ -202,7 +237,7 @@ def test_errors_cross_processes(error: Exception, kind: type[Exception], words: 
 def test_too_little_memory_is_said_before_the_model_runs(monkeypatch: pytest.MonkeyPatch):
     from pipeline.extract.stream import engine
 
-    monkeypatch.setattr(engine, "host_memory_bytes", lambda: 10_000_000_000)
-    with pytest.raises(InputError, match=r"6 shards in memory .* take 26\.0 GB, this machine has 10\.0 GB free"):
+    monkeypatch.setattr(engine.memory, "room_bytes", lambda: 10_000_000_000)
+    with pytest.raises(InputError, match=r"6 shards in memory .* take 26\.0 GB, this .* has 10\.0 GB free"):
         engine._require_memory(25_960_000_000, WORK)
     engine._require_memory(9_900_000_000, WORK)
