@@ -32,7 +32,7 @@ else
 	$(RUN) -m pipeline demo $(ARGS)
 endif
 
-test: setup .venv-serve/.complete ## All tests that need no Docker, on the real engine, in 12 minutes (ARGS="-k states")
+test: setup .venv-serve/.complete ## All tests that need no Docker, on the real engine, in 15 minutes (ARGS="-k states")
 	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 soak: setup ## kill -9 at a thousand random moments against extract: nothing may be lost in 3 minutes (ARGS="--engine stream --kills 200": vLLM)
