@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +36,8 @@ from tests.zygote import Zygote
 LENGTHS = [30, 1, 50, 20, 45, 60, 5, 5, 64, 12, 33, 7, 60, 60, 2, 18, 40, 22, 9, 51] * 2
 LOADING = 0.15
 """Share of the processes that are killed at a moment of the engine's start, if it has one; the others after it."""
+PATIENCE = 20
+"""Attempts after which one lives twice as long as at first: a machine that has got busy would never finish."""
 SMALL_STEPS = ["--extract.max_batched_tokens", "120", "--extract.max_num_seqs", "8"]
 """For vLLM: with its cache in a few megabytes, see tests.zygote."""
 
@@ -135,7 +138,9 @@ class Campaign:
         """One folder, from nothing to finished."""
         parts = self._chance.choice([1, 1, 2])
         broken: set[str] = set()
-        while not self._attempt(config, parts):
+        for attempt in count():
+            if self._attempt(config, parts, self._work_s / 2 * (1 + attempt / PATIENCE)):
+                break
             self._result.checked_bytes += _check_kept(_hidden(config), broken)
             if self._chance.random() < 0.1:
                 broken |= _damage(_hidden(config), self._chance)
@@ -149,12 +154,13 @@ class Campaign:
         if (hidden / MANIFEST).exists():
             self.begin(["verify", str(hidden)]).end()
 
-    def _attempt(self, config: Path, parts: int) -> bool:
-        """One process a part; each lives for a random time, at most half of what it needs. True when all finished."""
+    def _attempt(self, config: Path, parts: int, longest_s: float) -> bool:
+        """One process a part; each lives for a random time, at most `longest_s`, which is half of what it needs to begin
+        with. True when all finished."""
         flags = [["--extract.shard", f"{n}/{parts}"] if parts > 1 else [] for n in range(1, parts + 1)]
         attempts = [self._extract(config, *more) for more in flags]
         loading = [self._chance.random() < LOADING for _ in attempts]
-        moments = [self._chance.random() * (self._load_s if early else self._work_s / 2) for early in loading]
+        moments = [self._chance.random() * (self._load_s if early else longest_s) for early in loading]
         with ThreadPoolExecutor(parts) as pool:
             codes = list(pool.map(_killed, attempts, loading, moments))
         assert set(codes) <= {0, -signal.SIGKILL}, f"exit codes {codes}"
