@@ -155,8 +155,8 @@ class Campaign:
             self.begin(["verify", str(hidden)]).end()
 
     def _attempt(self, config: Path, parts: int, longest_s: float) -> bool:
-        """One process a part; each lives for a random time, at most `longest_s`, which is half of what it needs to begin
-        with. True when all finished."""
+        """One process a part; each lives for a random time, at most `longest_s`, at first half of what it needs. True
+        when all finished."""
         flags = [["--extract.shard", f"{n}/{parts}"] if parts > 1 else [] for n in range(1, parts + 1)]
         attempts = [self._extract(config, *more) for more in flags]
         loading = [self._chance.random() < LOADING for _ in attempts]
