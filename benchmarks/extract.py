@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -113,10 +114,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
 
 
 def _names(text: str) -> list[str]:
@@ -232,8 +232,7 @@ def _say(line: str) -> None:
 def _run_phase(options: argparse.Namespace) -> int:
     run = phases(_batch(options), int(options.disk_gb * 1e9))[options.phase]
     measured = run(options.place, options.model_folder, _setting(options))
-    fields = {name: getattr(measured, name) for name in measured.__dataclass_fields__}
-    options.result.write_text(json.dumps(fields))
+    options.result.write_text(json.dumps(asdict(measured)))
     return 0
 
 

@@ -86,6 +86,8 @@ def _verify(folder: Path, threads: int) -> int:
     state = "" if held.finished else ", unfinished"
     whole = f"{len(held.shards) - len(wrong)} of {len(held.shards)} files as written{state}"
     print(f"verify  {folder}: {whole}  {meter.line()}")
+    if not held.shards:
+        print(f"verify: {folder} has no finished file yet", file=sys.stderr)
     for file, what in wrong.items():
         print(f"verify: {folder / file} {what}", file=sys.stderr)
     if wrong:

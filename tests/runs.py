@@ -1,9 +1,13 @@
 """Runs for the tests: a configuration file and a prepared/ folder, as the steps leave them."""
 
 import hashlib
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pipeline.store import finish
 from pipeline.store.records import DAMAGED
@@ -21,6 +25,20 @@ sources = ["unused"]
 [extract]
 shard_tokens = {shard_tokens}
 """
+
+
+@contextmanager
+def small_file_system(folder: Path, size: str) -> Iterator[Path]:
+    """A file system in memory, of so many bytes (`256k`), at `folder`. Skips the test where none can be had."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def make_samples(lengths: list[int], vocab_size: int = 256) -> list[Sample]:

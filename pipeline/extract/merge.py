@@ -4,7 +4,7 @@
 
 Each job has run `extract` with `--extract.shard i/n`, with this configuration otherwise. Every planned shard is read
 once and compared with its checksum; then the manifest is written, and the folder is byte-identical to that of one job.
-Exit codes: 4 and the names where shards are missing, damaged or of other settings; 3 while a job is at work.
+Exit codes: 4 and the names where shards are missing, damaged or of other settings; 6 while a job is at work.
 """
 
 from pipeline.config import Run

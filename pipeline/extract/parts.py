@@ -44,7 +44,7 @@ class Part:
 
 @contextmanager
 def held(folder: Path, part: Part, step: str = "extract") -> Iterator[None]:
-    """Hold the part, or the folder. Raises MismatchError, naming the holder, when another process has it."""
+    """Hold the part, or the folder. Raises InUseError, naming the holder, when another process has it."""
     if not part.is_whole:
         with exclusive_part(folder, step, part.number, part.count):
             yield

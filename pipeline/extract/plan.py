@@ -133,7 +133,7 @@ def verified(folder: Path, planned: list[Planned], run_key: str) -> Found:
         shard = read_record(folder, item.file, run_key)
         if shard and (shard.samples, shard.tokens) == (item.samples, item.tokens):
             done[item.file] = shard
-    with Meter(f"extract  verifies {folder}", sum(shard.size_bytes for shard in done.values())) as meter:
+    with Meter(f"verifies {folder}", sum(shard.size_bytes for shard in done.values())) as meter:
         wrong = altered(folder, list(done.values()), on_bytes=meter.add)
     again = [item.file for item in planned if item.file in wrong or (item.file in there and item.file not in done)]
     done = {file: shard for file, shard in done.items() if file not in wrong}

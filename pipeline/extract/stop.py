@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM while states are made: the shard in hand is finished, then the process ends, within a minute.
+"""SIGINT and SIGTERM while states are made: the shard in hand is finished (by engine `stream` also those that wait for
+the disk), then the process ends, within a minute.
 
 A signal that comes while no shard is in hand (the target is loaded, checksums are read) ends the step at once. A second
 one ends the process at once, whatever it does: what it had finished is kept, as after SIGKILL.

@@ -48,6 +48,21 @@ def test_evaluate_and_report(checkout, trained):
     assert "runs/few/checkpoints/best" in told
 
 
+def test_merge_of_a_folder_that_is_whole(checkout, trained):
+    told = checkout.run("make", "merge").stdout
+    assert "merge  " in told
+    assert "shards: runs/few/hidden" in told
+
+
+def test_the_benchmark_of_extract(checkout):
+    """A few seconds of it: with the image's packages, as its user, on its read-only disk."""
+    flags = "--phases prefill,stock,stream-tmpfs --prompts 8 --tokens 64 --batched-tokens 256 --shard-tokens 256"
+    told = checkout.run("make", "bench-extract", f"ARGS={flags}").stdout
+    rows = [line.split() for line in told.splitlines() if line.startswith(("prefill ", "stock ", "stream-tmpfs "))]
+    assert [row[0] for row in rows] == ["prefill", "stock", "stream-tmpfs"]
+    assert all(float(row[1].replace(",", "")) > 0 for row in rows)
+
+
 def test_forecast_of_kimi_without_network_or_model(checkout):
     """Its shapes are in the image. Whether it fits is this machine's matter."""
     told = checkout.run("make", "forecast", "CONFIG=configs/kimi-k2.5.toml", check=False).stdout

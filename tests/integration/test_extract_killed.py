@@ -7,7 +7,6 @@ for the engine, with more cases: tests/unit/extract.
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +17,7 @@ import pytest
 
 from pipeline.store import file_sha256, read_manifest
 from tests.extraction import FILES, LENGTHS, MANIFEST, POINTS, SHARD_TOKENS, around_rename
-from tests.runs import contents, damaged, make_samples, write_run
+from tests.runs import contents, damaged, make_samples, small_file_system, write_run
 from tests.soak import SMALL_STEPS, Campaign
 from tests.zygote import Act, Zygote
 
@@ -305,15 +304,8 @@ def fill_at_commit(ballast: str) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1.5 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", "1536k") as folder:
+        yield folder
 
 
 def test_a_disk_that_fills_up_ends_the_run_and_keeps_what_is_verified(

@@ -159,7 +159,8 @@ def test_without_gnu_patch_it_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--model", "tiny", "--tokens", "4096"], "tiny takes prompts of 4095 tokens at most"),
         (["--tokens", "600", "--batched-tokens", "512"], "where stock loses rows"),
         (["--phases", "prefil"], "'prefil' is no phase"),
-        (["--prompts", "0"], "0 is not 1 or more"),
+        (["--prompts", "0"], "'0' is not a whole number from 1 on"),
+        (["--prompts", "some"], "'some' is not a whole number from 1 on"),
     ],
 )
 def test_flags_that_cannot_be_are_told(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

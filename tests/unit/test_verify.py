@@ -101,9 +101,10 @@ def test_unfinished_folder_by_its_records(hidden: Path, capsys: pytest.CaptureFi
     assert "shard-00000.safetensors is missing" in capsys.readouterr().err
 
 
-def test_an_unfinished_folder_of_nothing(hidden: Path):
+def test_an_unfinished_folder_of_nothing(hidden: Path, capsys: pytest.CaptureFixture[str]):
     (hidden / "manifest.json").unlink()
     assert verify(hidden) == 4
+    assert capsys.readouterr().err == f"verify: {hidden} has no finished file yet\n"
 
 
 @pytest.mark.parametrize(("number", "moved"), [(errno.EIO, True), (errno.ENFILE, False), (errno.ESTALE, False)])

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 FEED = 4
 """Steps whose tokens the engine holds at least: two are under way, and the next ones should not have to wait for us."""
 REPORT_S = 1.0
-"""Time between two questions to the worker while the model runs: each makes vLLM finish the steps under way."""
+"""Time between two questions to the worker while the model runs: each is answered between two steps."""
+BLOCKED_S = 0.1
+"""The same while there is room for requests, and no more shards may be in hand until some are written."""
 WAIT_S = 0.02
 """The same while the model has nothing to do, because shards are being written."""
 
@@ -138,17 +140,24 @@ class _Stream:
 
     def run(self) -> Iterator[Went]:
         """Until every shard that was begun is written. Raises the worker's first error."""
-        while self._feed() or self._begun > self._finished:
-            if self._stopping() and not self._stopped:
-                self._wind_down()
+        while self._goes_on():
             tokens = self._step() if self._held else []
-            written: list[Shard] = []
-            if not self._held or time.monotonic() - self._reported >= REPORT_S:
-                written = self._report()
+            written = self._report() if self._report_is_due() else []
             if not self._held and not written:
                 time.sleep(WAIT_S)
             if tokens or written:
                 yield Went(tokens, written)
+
+    def _goes_on(self) -> bool:
+        if self._stopping() and not self._stopped:
+            self._wind_down()
+        return self._feed() or self._begun > self._finished
+
+    def _report_is_due(self) -> bool:
+        if not self._held:
+            return True
+        since = time.monotonic() - self._reported
+        return since >= (BLOCKED_S if self._next and sum(self._held.values()) < self._room else REPORT_S)
 
     def abort(self) -> None:
         """Take back what the engine holds."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from pipeline.extract.engines import Captured
 from pipeline.store import exclusive
 from pipeline.store.samples import Sample
 from tests.extraction import FILES, LENGTHS, SHARD_TOKENS, StandIn, extract, killed_at
-from tests.runs import contents, damaged, make_samples, write_run
+from tests.runs import contents, damaged, make_samples, small_file_system, write_run
 
 # ---- Interruptions
 
@@ -146,15 +145,8 @@ def test_two_at_once(config: Path, hidden: Path, capsys: pytest.CaptureFixture[s
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", "256k") as folder:
+        yield folder
 
 
 def test_too_little_room_is_told_before_the_engine_starts(

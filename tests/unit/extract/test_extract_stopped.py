@@ -28,7 +28,7 @@ from tests.extraction import (  # fmt: skip
     in_child,
     killed_in,
 )
-from tests.runs import contents, make_samples, write_run
+from tests.runs import contents, make_samples, small_file_system, write_run
 from tests.soak import Campaign
 
 # ---- SIGKILL
@@ -211,6 +211,25 @@ def test_a_second_process_is_refused_by_the_first_ones_number(
     assert contents(hidden) == undisturbed
 
 
+@pytest.mark.parametrize("pid", [1, 2])
+def test_a_second_signal_ends_process_1_of_a_container_too(monkeypatch: pytest.MonkeyPatch, pid: int):
+    """The kernel takes no default action on it."""
+    ended_with: list[int] = []
+    monkeypatch.setattr(os, "getpid", lambda: pid)
+    monkeypatch.setattr(os, "_exit", ended_with.append)
+    with stop.StopSignals() as signals:
+        signals._in_hand = True
+        signals._first(signal.SIGTERM, None)
+        again = signal.getsignal(signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if pid == 1:
+        assert callable(again)
+        again(signal.SIGTERM, None)
+        assert ended_with == [143]
+    else:
+        assert again == signal.SIG_DFL
+
+
 # ---- The disk
 
 
@@ -280,13 +299,8 @@ def test_a_write_error_inside_a_shard(
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A file system that can be made read-only by the name in it."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a file system cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "disk", "4m") as folder:
+        yield folder
 
 
 def test_a_read_only_folder_is_told_in_a_line(

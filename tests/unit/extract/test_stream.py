@@ -4,6 +4,7 @@ import errno
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from pipeline.errors import InputError
 from pipeline.extract.check import Expected
 from pipeline.extract.plan import Planned
 from pipeline.extract.stream import bounds
+from pipeline.extract.stream.engine import _Stream
 from pipeline.extract.stream.ring import Ring, Slot
 from pipeline.extract.stream.work import Place, Report, Work, request_place, tell, told
 from pipeline.extract.stream.writer import Chunk, OpenShard, Step, Writers
@@ -241,3 +243,28 @@ def test_too_little_memory_is_said_before_the_model_runs(monkeypatch: pytest.Mon
     with pytest.raises(InputError, match=r"6 shards in memory .* take 26\.0 GB, this .* has 10\.0 GB free"):
         engine._require_memory(25_960_000_000, WORK)
     engine._require_memory(9_900_000_000, WORK)
+
+
+def test_reports_are_asked_for_soon_where_only_the_disk_is_waited_for():
+    """With small shards a report a second would be the limit of the whole."""
+    stream = object.__new__(_Stream)
+    stream._room, stream._reported = 100, time.monotonic() - 0.5
+    stream._held, stream._next = {"0/0/1": 99}, object()  # type: ignore[assignment]
+    assert stream._report_is_due()
+    stream._held = {"0/0/1": 100}
+    assert not stream._report_is_due(), "the model has enough to do"
+    stream._held, stream._next = {"0/0/1": 1}, None
+    assert not stream._report_is_due(), "there is nothing to ask it for"
+    stream._reported -= 1
+    assert stream._report_is_due()
+
+
+@pytest.mark.parametrize(("blocks", "said"), [(1216, False), (1215, True)])
+def test_a_cache_that_is_too_small_for_equal_bytes_is_told(capsys: pytest.CaptureFixture[str], blocks: int, said: bool):
+    from pipeline.extract.stream import engine
+
+    cache = SimpleNamespace(num_gpu_blocks=blocks, block_size=16)
+    config = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
+    engine._tell_if_cramped(RUN, SimpleNamespace(llm_engine=config))  # type: ignore[arg-type]
+    told = capsys.readouterr().err
+    assert ("19,440 tokens, 19,456 would be needed" in told) if said else told == ""
