@@ -316,6 +316,15 @@ def test_the_containers_limit_counts_not_only_the_machine(facts, memory, version
     assert "64.0 GB available, 3.0 GB left under the container's limit" in finding.text
 
 
+def test_room_is_what_machine_and_container_both_leave(memory):
+    memory(available=64, limit=16, used=14, cache=1)
+    assert memory_room.room_bytes() == 3 * GB
+    memory(available=2, limit=16, used=4)
+    assert abs(memory_room.room_bytes() - 2 * GB) < 1024
+    memory(available=2)
+    assert abs(memory_room.room_bytes() - 2 * GB) < 1024
+
+
 def test_memory_of_a_machine_without_cgroups(facts, memory):
     memory(available=2)
     for file in memory_room.CGROUP.iterdir():

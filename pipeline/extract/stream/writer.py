@@ -139,8 +139,6 @@ class Writers:
         with self._lock:
             written, self._written = self._written, []
             waits_for = None if self._on_their_way else self._incomplete()
-            if not all(thread.is_alive() for thread in self._threads):
-                self._error = self._error or {"kind": "fault", "text": "a thread that takes or writes states has ended"}
             return Report(written, self._error, waits_for)
 
     def _incomplete(self) -> str | None:
