@@ -5,7 +5,6 @@ jobs that take a part of the shards each. A shard counts as done when its record
 this run and its bytes have the recorded checksum. Everything else is made again.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -140,22 +139,12 @@ def verified(folder: Path, planned: list[Planned], run_key: str) -> Found:
     return Found(done, again, move_aside(folder, wrong))
 
 
-OLD_S = 3600.0
-"""A temporary file untouched for so long belongs to no part that is at work: a shard takes seconds to write."""
-
-
 def remove_leftovers(folder: Path, planned: list[Planned], *, alone: bool) -> None:
-    """Remove what a killed process left half-written. Every temporary file's name begins with a dot.
-
-    Beside other parts (not `alone`) those of our own shards, and old ones: safetensors names its own at random.
-    """
+    """Remove what a killed process left half-written: beside other parts (not `alone`) that of our own shards."""
     own = {f".{name}.tmp" for shard in planned for name in (shard.file, Path(shard.file).stem + ".json")}
     for path in folder.glob(".*tmp*"):
-        try:
-            if alone or path.name in own or time.time() - path.stat().st_mtime > OLD_S:
-                path.unlink()
-        except FileNotFoundError:  # another part's, finished meanwhile
-            continue
+        if alone or path.name in own:
+            path.unlink()
 
 
 def reopen(folder: Path, manifest: Manifest) -> list[str]:

@@ -13,12 +13,10 @@ States are in the run's dtype, or stored in fewer bytes (`extract.store_dtype`):
 in which they are read.
 
 Layer ids follow vLLM's serving convention: id i is the input of decoder layer i. The header's metadata
-holds one key, `aerie`, with JSON in it: safetensors writes several keys in random order, and equal
-states must give equal bytes.
+holds one key, `aerie`, with JSON in it.
 """
 
 import json
-import math
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
@@ -34,14 +32,12 @@ from pipeline.store.dtypes import Stored, is_encoded, stored_dtype
 from pipeline.store.encoding import FP8, decode, encode_in_place
 from pipeline.store.manifest import Manifest, Shard, read_manifest
 from pipeline.store.samples import Sample
-from pipeline.store.tensors import write_tensors
+from pipeline.store.tensors import Layout, header_bytes, in_file_order, write_tensors
 
 FORMAT = 1
 METADATA_KEY = "aerie"
 RUN_KEY_DIGITS = 32
 """Length of pipeline.store.run_key's result."""
-ORDER = ["I64", "F32", "I32", "BF16", "F16", "F8_E4M3", "BOOL"]
-"""In which safetensors puts tensors into a file: by its list of types, then by name."""
 OPEN_SHARDS = 64
 """Shards kept mapped at once: enough for a shuffled reader, far below the kernel's 65,530 mappings a process."""
 
@@ -146,26 +142,23 @@ def shard_bytes(
     Ids with quotation marks or backslashes in them take a little more.
     """
     layers, stored = len(aux_layers), stored_dtype(dtype, store_dtype)
-    tensors: list[tuple[str, str, list[int], int]] = [
-        ("input_ids", "I32", [tokens], 4),
-        ("loss_mask", "BOOL", [tokens], 1),
-        ("offsets", "I64", [samples + 1], 8),
-        ("aux_hidden_states", stored.code, [tokens, layers, hidden_size], stored.item_bytes),
-        ("last_hidden_states", stored.code, [tokens, hidden_size], stored.item_bytes),
+    tensors = [
+        Layout.planned("input_ids", "I32", [tokens], 4),
+        Layout.planned("loss_mask", "BOOL", [tokens], 1),
+        Layout.planned("offsets", "I64", [samples + 1], 8),
+        Layout.planned("aux_hidden_states", stored.code, [tokens, layers, hidden_size], stored.item_bytes),
+        Layout.planned("last_hidden_states", stored.code, [tokens, hidden_size], stored.item_bytes),
     ]
     if stored.scale_bytes:
-        tensors += [("aux_scales", "F32", [tokens, layers], 4), ("last_scales", "F32", [tokens], 4)]
+        tensors.append(Layout.planned("aux_scales", "F32", [tokens, layers], 4))
+        tensors.append(Layout.planned("last_scales", "F32", [tokens], 4))
     read_as = dtype if is_encoded(dtype, store_dtype) else None
     about = ShardHeader(FORMAT, "0" * RUN_KEY_DIGITS, aux_layers, last_layer, [], [], read_as)
-    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: about.to_text()}}
-    end = 0
-    for name, code, shape, item in sorted(tensors, key=lambda t: (ORDER.index(t[1]), t[0])):
-        begin, end = end, end + math.prod(shape) * item
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     separators = 2 * max(0, samples - 1) * len(", ")
     quotes = 4 * samples * len('\\"')
-    size = len(json.dumps(header, separators=(",", ":"))) + names_bytes + separators + quotes
-    return 8 + -(-size // 8) * 8 + end  # the header's length, the header padded to a multiple of 8, the tensors
+    names = "x" * (names_bytes + separators + quotes)
+    header = header_bytes(in_file_order(tensors), (METADATA_KEY, about.to_text() + names))
+    return len(header) + sum(tensor.size_bytes for tensor in tensors)
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,110 @@
-"""Tensors as a safetensors file, written atomically and with equal bytes for equal tensors."""
+"""Tensors as a safetensors file, written atomically and with equal bytes for equal tensors.
 
+The file is written here, byte for byte as the library `safetensors` writes it (tests compare them), because extraction
+cannot do with the library's way: before 0.8 it copies all tensors first and holds Python's lock while it writes, which
+stops the model; and the checksum would take as long again, after it. Files are read by the library.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from pipeline.store.atomic import atomic_path, file_sha256
+from pipeline.store.atomic import atomic_path
+
+CODES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""safetensors' code of each type, in the order in which it puts tensors into a file: by type, then by name."""
+ORDER = list(CODES.values())
+WRITE_BYTES = 1 << 26
+"""Written at once, so that a write error is not a matter of gigabytes."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a header says of one tensor."""
+
+    name: str
+    code: str
+    shape: list[int]
+    size_bytes: int
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> "Layout":
+        return cls(name, CODES[tensor.dtype], list(tensor.shape), tensor.nbytes)
+
+    @classmethod
+    def planned(cls, name: str, code: str, shape: list[int], item_bytes: int) -> "Layout":
+        return cls(name, code, shape, math.prod(shape) * item_bytes)
+
+
+def in_file_order(tensors: Iterable[Layout]) -> list[Layout]:
+    """In the order in which a file holds them."""
+    return sorted(tensors, key=lambda one: (ORDER.index(one.code), one.name))
+
+
+def header_bytes(ordered: list[Layout], metadata: tuple[str, str] | None) -> bytes:
+    """What comes before the tensors: its length (8 bytes), and JSON padded to a multiple of 8."""
+    header: dict[str, object] = {"__metadata__": dict([metadata])} if metadata else {}
+    end = 0
+    for one in ordered:
+        begin, end = end, end + one.size_bytes
+        header[one.name] = {"dtype": one.code, "shape": one.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_tensors(
     path: Path, tensors: dict[str, torch.Tensor], metadata: tuple[str, str] | None = None
 ) -> tuple[int, str]:
-    """Write `tensors` to `path` without a copy in memory. Returns the file's size in bytes and its SHA-256, taken
-    before it has its name: what another process might put there is not vouched for. Raises OSError when the disk is
-    full.
+    """Write `tensors` to `path`; those of a CPU without a copy in memory, others one after the other. Returns the
+    file's size in bytes and its SHA-256, that of the bytes in memory: a file that holds others is found out.
 
-    `metadata` is one key and its text: safetensors writes several keys in random order. Its own temporary
-    file (`.tmp` and six letters, left behind by a killed process) is only for its owner to read, and that
-    would stay so: the mode is set to what any other new file gets.
+    `metadata` is one key and its text. Raises OSError, naming `path`, when the disk is full.
     """
-    with atomic_path(path) as temporary:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        try:
-            save_file(tensors, temporary, dict([metadata]) if metadata else None)
-        except SafetensorError as error:
-            raise _as_os_error(error, path) from error
-        temporary.chmod(mode)
-        size, sha256 = temporary.stat().st_size, file_sha256(temporary)
-        assert size > sum(tensor.nbytes for tensor in tensors.values()), f"{temporary} is shorter than what was written"
-    return size, sha256
+    ordered = in_file_order(Layout.of(name, tensor) for name, tensor in tensors.items())
+    digest, size = hashlib.sha256(), 0
+    # The sum is made while the disk takes the bytes: both take about as long, and neither holds Python's lock
+    with (
+        atomic_path(path) as temporary,
+        temporary.open("wb", buffering=0) as file,
+        ThreadPoolExecutor(1, "checksum") as thread,
+    ):
+        for piece in (header_bytes(ordered, metadata), *(tensors[one.name] for one in ordered)):
+            data = memoryview(piece) if isinstance(piece, bytes) else _bytes_of(piece)
+            summed = thread.submit(digest.update, data)
+            _write(file, data, path)
+            summed.result()
+            size += len(data)
+    return size, digest.hexdigest()
 
 
-def _as_os_error(error: SafetensorError, path: Path) -> OSError:
-    """safetensors turns the operating system's error into text, `... (os error 28)`: give it back its number."""
-    text = str(error)
-    number = text.rpartition("(os error ")[2].partition(")")[0]
-    return OSError(int(number) if number.isdigit() else 0, text, str(path))
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _write(file: BinaryIO, data: memoryview, path: Path) -> None:
+    try:
+        while data:
+            data = data[os.write(file.fileno(), data[:WRITE_BYTES]) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -168,7 +168,6 @@ write_folder(Path(sys.argv[1]), SHARDS)
 
 
 def test_equal_states_give_equal_bytes_in_every_process(tmp_path: Path):
-    """safetensors writes several metadata keys in another order in each process."""
     write_folder(tmp_path / "here", SHARDS)
     for number in range(2):
         command = [sys.executable, "-c", WRITE.format(tests=str(Path(__file__).parent)), str(tmp_path / str(number))]
@@ -178,7 +177,6 @@ def test_equal_states_give_equal_bytes_in_every_process(tmp_path: Path):
 
 
 def test_a_shard_may_be_read_by_others(tmp_path: Path):
-    """safetensors leaves its files readable by their owner alone."""
     write_folder(tmp_path, SHARDS)
     umask = os.umask(0)
     os.umask(umask)

@@ -25,10 +25,19 @@ def stage_bytes(section: ExtractSection, token_bytes: int) -> int:
     return section.max_batched_tokens * token_bytes
 
 
-def host_bytes(section: ExtractSection, token_bytes: int, shard_tokens: int | None = None) -> int:
-    """Memory of the worker: the ring and the shards in hand, the largest of which has `shard_tokens`."""
-    shards = shards_in_hand(section) * (shard_tokens or section.shard_tokens) * token_bytes
-    return RING_STEPS * stage_bytes(section, token_bytes) + shards
+def ring_bytes(section: ExtractSection, token_bytes: int) -> int:
+    """Memory of the worker from the engine's start on: steps that wait."""
+    return RING_STEPS * stage_bytes(section, token_bytes)
+
+
+def shards_bytes(section: ExtractSection, token_bytes: int, shard_tokens: int | None = None) -> int:
+    """Memory of the worker: the shards in hand, the largest of which has `shard_tokens`."""
+    return shards_in_hand(section) * (shard_tokens or section.shard_tokens) * token_bytes
+
+
+def host_bytes(section: ExtractSection, token_bytes: int) -> int:
+    """Memory of the worker, both."""
+    return ring_bytes(section, token_bytes) + shards_bytes(section, token_bytes)
 
 
 def cache_tokens(config: Run, block_tokens: int = BLOCK_TOKENS) -> int:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pipeline import engine, memory
-from pipeline.config import Run
+from pipeline.config import ExtractSection, Run
 from pipeline.errors import InputError
 from pipeline.extract.check import FAULT
 from pipeline.extract.engines import Order, Went
@@ -45,6 +45,7 @@ class StreamEngine:
     def __init__(self, config: Run, target: Target, layer_ids: list[int]):
         self._config, self._target, self._layer_ids = config, target, layer_ids
         section = config.extract
+        _require_memory(section, bounds.host_bytes(section, self._token_bytes))
         prepare_environment(config)
         before = multiprocessing.active_children()
         with speculators_silenced(), last_position_usable(config, target):
@@ -62,6 +63,8 @@ class StreamEngine:
             )
         started = [process for process in multiprocessing.active_children() if process not in before]
         self._engine_processes = [process for process in started if process.name.startswith("EngineCore")]
+        form = layer_ids, target.hidden_size, self._dtype, section.max_batched_tokens
+        self._llm.collective_rpc("_stream_allocate", args=form)
         _tell_if_cramped(config, self._llm)
 
     def _scheduling(self) -> dict[str, Any]:
@@ -84,11 +87,16 @@ class StreamEngine:
     def _token_bytes(self) -> int:
         return len(self._layer_ids) * self._target.hidden_size * self._target.dtype.itemsize
 
+    @property
+    def _dtype(self) -> str:
+        return str(self._target.dtype).removeprefix("torch.")
+
     def write(self, order: Order, stopping: Callable[[], bool]) -> Generator[Went]:
         llm = self._llm
         assert llm is not None, "the engine has ended"
         work = self._work(order)
-        _require_memory(bounds.host_bytes(self._config.extract, self._token_bytes, work.largest_tokens), work)
+        section = self._config.extract  # a sample may be longer than shard_tokens, which was looked at before the start
+        _require_memory(section, bounds.shards_bytes(section, self._token_bytes, work.largest_tokens))
         llm.collective_rpc("_stream_begin", args=(work.to_text(),))
         stream = _Stream(llm, work, order, stopping)
         try:
@@ -107,7 +115,7 @@ class StreamEngine:
             run_key=order.run_key,
             layer_ids=self._layer_ids,
             hidden_size=self._target.hidden_size,
-            dtype=str(self._target.dtype).removeprefix("torch."),
+            dtype=self._dtype,
             max_batched_tokens=self._config.extract.max_batched_tokens,
             writers=self._config.extract.writers,
             shards_in_hand=bounds.shards_in_hand(self._config.extract),
@@ -231,12 +239,12 @@ def _tell_if_cramped(config: Run, llm: "LLM") -> None:
         )
 
 
-def _require_memory(host_bytes: int, work: Work) -> None:
+def _require_memory(section: ExtractSection, host_bytes: int) -> None:
     """Raise InputError unless the machine has room for what is in hand: the kernel would end the worker later."""
     available = memory.room_bytes()
     if host_bytes > available:
         raise InputError(
-            f"extract: {work.shards_in_hand} shards in memory and the states on their way to them take "
+            f"extract: {bounds.shards_in_hand(section)} shards in memory and the states on their way to them take "
             f"{host_bytes / 1e9:.1f} GB, this machine or container has {available / 1e9:.1f} GB free. "
             "Lower extract.shard_tokens or extract.writers, or use another engine"
         )

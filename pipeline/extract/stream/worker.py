@@ -21,6 +21,7 @@ from speculators.data_generation.custom_worker import _argument_names, _decoder
 from vllm.distributed import get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from pipeline.extract.check import Expected
 from pipeline.extract.environment import ignore_stop_signals
 from pipeline.extract.stream.bounds import RING_STEPS
 from pipeline.extract.stream.ring import Ring
@@ -32,8 +33,15 @@ class StreamWorkerExtension:
     """Methods that the driver calls by name. With tensor parallelism all ranks compute equal states: rank 0 keeps them,
     the others return None."""
 
+    def _stream_allocate(self, layer_ids: list[int], hidden_size: int, dtype: str, max_rows: int) -> None:
+        """The memory between model and writers, which takes a second: when the engine starts. Raises what allocating
+        memory raises."""
+        if get_tp_group().rank_in_group == 0:
+            form = Expected(layer_ids, hidden_size, getattr(torch, dtype))
+            self._stream_ring = Ring(form, max_rows, RING_STEPS, self.model_runner.device)  # type: ignore[attr-defined]
+
     def _stream_begin(self, text: str) -> None:
-        """Hook the model and start the writers. Raises what allocating memory raises."""
+        """Hook the model and start the writers."""
         self._stream_writers: Writers | None = None
         work = Work.from_text(text)
         if work.driver_pid != os.getpid():
@@ -45,7 +53,6 @@ class StreamWorkerExtension:
             return
         runner = self.model_runner  # type: ignore[attr-defined]
         self._stream_hooks, self._stream_execute_model = [], runner.execute_model
-        self._stream_ring = Ring(work.expected, work.max_batched_tokens, RING_STEPS, runner.device)
         self._stream_writers = Writers(work, self._stream_ring)
         decoder: Any = _decoder(runner.model)
         entrances = [(layer, _argument_names(layer)) for layer in decoder.layers]
@@ -70,7 +77,6 @@ class StreamWorkerExtension:
             hook.remove()
         self._stream_writers.close()  # type: ignore[union-attr]
         self._stream_writers = None
-        del self._stream_ring
 
     def _stream_keep(self, place: int, names: list[str], _module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook: what is about to enter a module."""

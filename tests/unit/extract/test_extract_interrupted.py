@@ -126,7 +126,6 @@ def test_what_another_process_puts_in_a_shards_place_is_not_vouched_for(
 
 def test_leftovers_of_killed_writers_are_removed(config: Path, hidden: Path, undisturbed: dict[str, str]):
     assert killed_at(config, 4)
-    (hidden / ".tmpA1b2C3").write_bytes(b"x")  # safetensors' own temporary file
     (hidden / ".shard-00099.safetensors.tmp").write_bytes(b"x")
     assert extract(config) == 0
     assert contents(hidden) == undisturbed

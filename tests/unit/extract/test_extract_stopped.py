@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
 
 from pipeline.extract import engines, space, stop
 from pipeline.extract.engines import Captured
@@ -273,12 +272,12 @@ def test_a_file_that_the_disk_does_not_take(
 def test_a_write_error_inside_a_shard(
     config: Path, hidden: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    save, sync = tensors.save_file, atomic.sync
+    write, sync = os.write, atomic.sync
 
-    def failing_save(values, path: Path, metadata) -> None:
-        if FILES[2] in path.name:
-            raise SafetensorError("Error while serializing: IoError(Input/output error (os error 5))")
-        save(values, path, metadata)
+    def failing_write(file: int, data: memoryview) -> int:
+        if FILES[2] in Path(f"/proc/self/fd/{file}").readlink().name:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(file, data)
 
     def failing_sync(path: Path) -> None:
         if FILES[2] in path.name:
@@ -287,7 +286,7 @@ def test_a_write_error_inside_a_shard(
 
     with monkeypatch.context() as patch:
         if where == "data":
-            patch.setattr(tensors, "save_file", failing_save)
+            patch.setattr(tensors.os, "write", failing_write)
         else:
             patch.setattr(atomic, "sync", failing_sync)
         assert extract(config) == 4

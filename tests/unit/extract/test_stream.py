@@ -214,7 +214,8 @@ KIMI_TOKEN_BYTES = 57344
 def test_memory_is_what_the_settings_say():
     assert bounds.stage_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 8192 * 57344
     assert bounds.host_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 4 * 8192 * 57344 + 6 * 65536 * 57344
-    assert bounds.host_bytes(RUN.extract, KIMI_TOKEN_BYTES, 70000) == 4 * 8192 * 57344 + 6 * 70000 * 57344
+    assert bounds.ring_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 4 * 8192 * 57344
+    assert bounds.shards_bytes(RUN.extract, KIMI_TOKEN_BYTES, 70000) == 6 * 70000 * 57344
     assert bounds.cache_tokens(RUN) == 2048 + 2 * (8192 + 32 * 16)
 
 
@@ -241,8 +242,8 @@ def test_too_little_memory_is_said_before_the_model_runs(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine.memory, "room_bytes", lambda: 10_000_000_000)
     with pytest.raises(InputError, match=r"6 shards in memory .* take 26\.0 GB, this .* has 10\.0 GB free"):
-        engine._require_memory(25_960_000_000, WORK)
-    engine._require_memory(9_900_000_000, WORK)
+        engine._require_memory(RUN.extract, 25_960_000_000)
+    engine._require_memory(RUN.extract, 9_900_000_000)
 
 
 def test_reports_are_asked_for_soon_where_only_the_disk_is_waited_for():
