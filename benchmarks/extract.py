@@ -2,15 +2,16 @@
 
     python -m benchmarks.extract --model llama-8b --disk /data --json figures.jsonl    # make bench-extract ARGS="..."
 
-Phases, each in a process of its own, with the same model, prompts and limits:
+Phases, with the same model, prompts and limits:
 
   prefill       vLLM alone, one token a request: the bound that computing sets
-  stock         speculators 0.3.0 with only the API breaks mended, its generate() and a torch.save a sample, to --tmpfs
   stream-tmpfs  the step extract with engine `stream`: checks, checksums, fsync, records, manifest; to --tmpfs
   stream-disk   the same to --disk
+  stock         speculators 0.3.0 with only the API breaks mended, its generate() and a torch.save a sample, to --tmpfs
   disk          writing alone, with fsync, to --disk: the bound that the disk sets
 
-A rate counts from the engine being ready to the last token, file or record. Progress is on stderr, on stdout a table,
+The first three take turns on one engine, the others have a process of their own. A rate counts from the engine being
+ready to the last token, file or record. Progress is on stderr, on stdout a table,
 and whether extraction to disk reached its target: the lower of 0.95 of prefill and 0.9 of what the disk sustains.
 
 Exit codes: 0 measured; 1 a phase failed (the others are measured), or --require was not met; 2 wrong usage.
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
@@ -33,7 +35,7 @@ from typing import Any
 
 from benchmarks.figures import Measured, goal_of, medians, table, told
 from benchmarks.models import MODELS, Setting, count_parameters, write_model
-from benchmarks.phases import phases
+from benchmarks.phases import GROUPS, disk, stock, with_engine
 from benchmarks.stock import BREAKS, FOR_A_CPU, FOR_THE_BENCHMARK, kept_patches, make_variant
 from pipeline import __version__, engine
 from pipeline.errors import ConfigError, UserError
@@ -41,7 +43,7 @@ from pipeline.preflight.gpus import read_gpus
 
 ON_DISK = ("stream-disk", "disk")
 FOR_THE_TARGET = ("prefill", *ON_DISK)
-ALL = tuple(phases(1, 1))
+ALL = tuple(name for group in GROUPS for name in group)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -56,8 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         options = _parser().parse_args(given)
-        if options.phase:
-            return _run_phase(options)
+        if options.result:
+            return _run_group(options)
         wanted = _wanted(options)
         runs, failed = _run_all(options, wanted, given)
     except UserError as error:
@@ -106,10 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeat", type=_count, default=1, metavar="N", help="rounds of all phases; the table has each one's median")
     add("--json", type=Path, metavar="FILE", help="file to which one line is appended: machine, versions, all runs")
     add("--require", action="store_true", help="exit with 1 unless extraction to disk reached its target")
-    add("--phase", choices=ALL, help=argparse.SUPPRESS)  # in a child: do this one, in --place, and write --result
-    add("--place", type=Path, help=argparse.SUPPRESS)
     add("--model-folder", type=Path, help=argparse.SUPPRESS)
-    add("--result", type=Path, help=argparse.SUPPRESS)
+    add("--result", type=Path, help=argparse.SUPPRESS)  # in a child: measure --phases, one JSON a line
     return parser
 
 
@@ -167,48 +167,48 @@ def _batch(options: argparse.Namespace) -> int:
 
 
 def _run_all(options: argparse.Namespace, wanted: list[str], given: list[str]) -> tuple[list[Measured], list[str]]:
-    """All runs of all phases, and the names of the phases that failed, each once."""
+    """All runs of all phases, and the names of the phases that failed."""
     runs: list[Measured] = []
-    failed: list[str] = []
     began = time.monotonic()
     if "stock" in wanted and _batch(options) < options.batch:
         _say(f"stock runs {_batch(options)} prompts a batch, not {options.batch}: more exceed --batched-tokens")
-    with tempfile.TemporaryDirectory(prefix="aerie-bench-", dir=options.tmpfs) as name:
-        work = Path(name)
+    with ExitStack() as folders:
+
+        def inside(place: Path) -> Path:
+            return Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="aerie-bench-", dir=place)))
+
+        work = inside(options.tmpfs)
+        places = ["--tmpfs", str(work), *(["--disk", str(inside(options.disk))] if options.disk else [])]
         write_model(work / "model", options.model)
-        for turn in range(options.repeat):
-            for phase in wanted:
-                more = f", round {turn + 1} of {options.repeat}" if options.repeat > 1 else ""
-                _say(f"{phase}{more}, {time.monotonic() - began:.0f} s after the start")
-                measured = _in_child(options, phase, given, work)
-                if measured:
-                    runs.append(measured)
-                    _say(told(measured))
-                elif phase not in failed:
-                    failed.append(phase)
-    return runs, failed
+        for group in GROUPS:
+            names = [name for name in group if name in wanted]
+            if names:
+                _say(f"{', '.join(names)}: {options.repeat} of each, {time.monotonic() - began:.0f} s after the start")
+                runs += _in_child(options, names, [*given, *places, "--phases", ",".join(names)], work)
+    return runs, [name for name in wanted if sum(run.phase == name for run in runs) < options.repeat]
 
 
-def _in_child(options: argparse.Namespace, phase: str, given: list[str], work: Path) -> Measured | None:
-    """Run one phase in a process of its own; None when it failed, its reason is on stderr then."""
-    result, variant = work / "result.json", work / "stock"
-    result.unlink(missing_ok=True)
-    if phase == "stock" and not variant.is_dir():
+def _in_child(options: argparse.Namespace, names: list[str], given: list[str], work: Path) -> list[Measured]:
+    """Run phases in a process of their own. What it measured before it failed counts; the reason is on stderr then."""
+    result, variant = work / "result.jsonl", work / "variant"
+    result.write_bytes(b"")
+    if "stock" in names:
         try:
             make_variant(variant, kept_patches())
         except UserError as error:
             _say(f"stock FAILED: {error}")
-            return None
-    with tempfile.TemporaryDirectory(prefix="aerie-bench-", dir=options.disk if phase in ON_DISK else work) as place:
-        own = ["--phase", phase, "--place", place, "--model-folder", str(work / "model"), "--result", str(result)]
-        command = [sys.executable, "-m", "benchmarks.extract", *given, *own]
-        done = subprocess.run(
-            command, stdout=sys.stderr, env=_environment(options, variant if phase == "stock" else None), check=False
-        )
-    if done.returncode or not result.is_file():
-        _say(f"{phase} FAILED with {done.returncode}, its own error is above")
-        return None
-    return Measured(**json.loads(result.read_bytes()))
+            return []
+    own = ["--model-folder", str(work / "model"), "--result", str(result)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.extract", *given, *own],
+        stdout=sys.stderr,
+        env=_environment(options, variant if "stock" in names else None),
+        check=False,
+    )
+    runs = [Measured(**json.loads(line)) for line in result.read_text().splitlines()]
+    if done.returncode or len(runs) < len(names) * options.repeat:
+        _say(f"{', '.join(names)} FAILED with {done.returncode}, its own error is above")
+    return runs
 
 
 def _environment(options: argparse.Namespace, variant: Path | None) -> dict[str, str]:
@@ -229,10 +229,22 @@ def _say(line: str) -> None:
 # ---- A child
 
 
-def _run_phase(options: argparse.Namespace) -> int:
-    run = phases(_batch(options), int(options.disk_gb * 1e9))[options.phase]
-    measured = run(options.place, options.model_folder, _setting(options))
-    options.result.write_text(json.dumps(asdict(measured)))
+def _run_group(options: argparse.Namespace) -> int:
+    setting, model_folder, names = _setting(options), options.model_folder, options.phases
+
+    def folder(phase: str) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(dir=options.disk if phase in ON_DISK else options.tmpfs)
+
+    if names == ["stock"]:
+        runs = stock(options.repeat, folder, model_folder, setting, _batch(options))
+    elif names == ["disk"]:
+        runs = disk(options.repeat, folder, setting, int(options.disk_gb * 1e9))
+    else:
+        runs = with_engine(names, options.repeat, folder, model_folder, setting)
+    with options.result.open("a") as file:
+        for run in runs:
+            _say(told(run))
+            file.write(json.dumps(asdict(run)) + "\n")
     return 0
 
 

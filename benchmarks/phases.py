@@ -1,4 +1,5 @@
-"""What each phase does and measures. Each runs in a process of its own, so that it finds the GPU's memory free.
+"""What each phase does and measures. Phases that share an engine run in one process, round by round; others have a
+process of their own, so that they find the GPU's memory free.
 
 S tokens of a sample, L captured layers, H hidden size
 """
@@ -6,9 +7,9 @@ S tokens of a sample, L captured layers, H hidden size
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +19,64 @@ from pipeline.config import Run
 from pipeline.errors import InputError
 from pipeline.target import Target
 
-CAPTURE = ("worker_extension_cls", "scheduler_cls")
-"""What the engine `stream` adds to vLLM's own way: without these its arguments are those of prefill alone."""
+GROUPS = [["prefill", "stream-tmpfs", "stream-disk"], ["stock"], ["disk"]]
+"""Phases that run in one process, in the order in which they run."""
 STOCK_THREADS = 8
 """Threads that save samples, one file each."""
 BLOCK_BYTES = 1 << 26
 """Random bytes that are written again and again: more than a disk's compression or deduplication looks back."""
 
+Folder = Callable[[str], AbstractContextManager[str]]
+"""A folder for one run of the phase of that name, which is gone afterwards."""
 
-def prefill(place: Path, model_folder: Path, setting: Setting) -> Measured:
-    """vLLM's ordinary engine, one token a request: no states are looked at, none are kept."""
-    from pipeline import engine
-    from pipeline.extract.stream.engine import StreamEngine
 
-    config = write_run(place, model_folder, setting)
-    started: list[Any] = []
-    start = engine.start
+def with_engine(
+    names: list[str], rounds: int, folder: Folder, model_folder: Path, setting: Setting
+) -> Iterator[Measured]:
+    """The phases of engine `stream`, of which there is one: vLLM alone, and the step `extract` as a user runs it.
 
-    def start_without_capture(*positional: Any, **arguments: Any) -> Any:
-        started.append(start(*positional, **{key: value for key, value in arguments.items() if key not in CAPTURE}))
-        return started[0]
+    A first pass is not measured.
+    """
+    from pipeline.extract import engines
 
-    # The engine `stream` itself makes its arguments, so that they cannot come apart; this process does nothing after it
-    engine.start = start_without_capture
+    with folder("prefill") as place:
+        config = write_run(Path(place), model_folder, setting)
+        began = time.monotonic()
+        engine: Any = engines.start(config, *_target_and_layers(config))
+        start_s = time.monotonic() - began
+    engines.start = lambda *_: _Lent(engine)
+    prompts = make_prompts(setting)
+    _prefill(engine, prompts[: max(1, 2 * setting.batched_tokens // setting.tokens)], start_s)
+    for _ in range(rounds):
+        for name in names:
+            if name == "prefill":
+                yield _prefill(engine, prompts, start_s)
+                continue
+            with folder(name) as place:
+                yield _stream(name, Path(place), model_folder, setting, start_s)
+    engine.close()
+
+
+class _Lent:
+    """The engine, for a step that ends its own."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+
+    def write(self, *arguments: Any) -> Generator[Any]:
+        return self._engine.write(*arguments)
+
+    def close(self) -> None:
+        pass
+
+
+def _prefill(engine: Any, prompts: list[list[int]], start_s: float) -> Measured:
+    """One token a request: no states are looked at, none are kept, the model is not hooked. To the scheduler that the
+    engine has, the prompts are one shard: it fills each step, as vLLM's own does."""
     began = time.monotonic()
-    StreamEngine(config, *_target_and_layers(config))
-    ready = time.monotonic()
-    first_s = _prefill_all(started[0].llm_engine, make_prompts(setting))
-    done = time.monotonic()
-    started[0].llm_engine.engine_core.shutdown()  # its scheduler is vLLM's own, which knows no other way
+    first_s = _prefill_all(engine._llm.llm_engine, prompts)
     return Measured(
-        "prefill", done - ready, setting.prompts * setting.tokens, start_s=ready - began, first_s=first_s - ready
+        "prefill", time.monotonic() - began, sum(map(len, prompts)), start_s=start_s, first_s=first_s - began
     )
 
 
@@ -57,9 +85,11 @@ def _prefill_all(llm_engine: Any, prompts: list[list[int]]) -> float:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    from pipeline.extract.stream.work import Place
+
     sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
     for number, ids in enumerate(prompts):
-        llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+        llm_engine.add_request(Place(0, number, len(prompts)).name(), {"prompt_token_ids": ids}, sampling)
     left, first_s = len(prompts), None
     while left:
         finished = sum(output.finished for output in llm_engine.step())
@@ -70,29 +100,27 @@ def _prefill_all(llm_engine: Any, prompts: list[list[int]]) -> float:
     return first_s
 
 
-def stock(place: Path, model_folder: Path, setting: Setting, batch: int) -> Measured:
+def stock(rounds: int, folder: Folder, model_folder: Path, setting: Setting, batch: int) -> Iterator[Measured]:
     """speculators 0.3.0 with only the API breaks mended (see stock.py): `generate` batch by batch, each sample saved by
     a thread as its data_generation script does, without fsync."""
     from pipeline.store import require_space
 
-    require_space(place, setting.states_bytes, "bench", "--tmpfs")
-    began = time.monotonic()
-    generator = _stock_generator(write_run(place, model_folder, setting), model_folder, setting)
-    ready = time.monotonic()
-    first_s = _generate_and_save(generator, place, setting, batch)
-    done = time.monotonic()
+    with folder("stock") as place:
+        began = time.monotonic()
+        generator = _stock_generator(write_run(Path(place), model_folder, setting), model_folder, setting)
+        start_s = time.monotonic() - began
+    for _ in range(rounds):
+        with folder("stock") as place:
+            require_space(Path(place), setting.states_bytes, "bench", "--tmpfs")
+            began = time.monotonic()
+            first_s = _generate_and_save(generator, Path(place), setting, batch)
+            seconds = time.monotonic() - began
+            files = list(Path(place).glob("data_*.pt"))
+            assert len(files) == setting.prompts, "samples are missing"
+            size_bytes = sum(file.stat().st_size for file in files)
+            tokens = setting.prompts * setting.tokens
+            yield Measured("stock", seconds, tokens, size_bytes, len(files), start_s, first_s - began)
     generator.executor.shutdown()
-    files = list(place.glob("data_*.pt"))
-    assert len(files) == setting.prompts, "samples are missing"
-    return Measured(
-        "stock",
-        done - ready,
-        setting.prompts * setting.tokens,
-        size_bytes=sum(file.stat().st_size for file in files),
-        files=len(files),
-        start_s=ready - began,
-        first_s=first_s - ready,
-    )
 
 
 def _stock_generator(config: Run, model_folder: Path, setting: Setting) -> Any:
@@ -148,8 +176,8 @@ def _require_rows(states_LSH: list[Any], tokens: int) -> None:
         raise InputError(f"bench: stock captured {[len(s) for s in states_LSH]} of {tokens} rows: lower --batch")
 
 
-def stream(name: str, place: Path, model_folder: Path, setting: Setting) -> Measured:
-    """The step `extract` with engine `stream`, as a user runs it: checks, checksums, fsync, records, manifest.
+def _stream(name: str, place: Path, model_folder: Path, setting: Setting, start_s: float) -> Measured:
+    """The step `extract` with engine `stream`: checks, checksums, fsync, records, manifest.
 
     Timed from the engine being ready to the last shard's record; then every file is read again and compared.
     """
@@ -176,7 +204,7 @@ def stream(name: str, place: Path, model_folder: Path, setting: Setting) -> Meas
         manifest.totals["tokens"],
         size_bytes=size_bytes,
         files=len(manifest.shards),
-        start_s=ready["start_s"],
+        start_s=start_s,
         first_s=events[-1]["first_token_s"],
     )
 
@@ -189,12 +217,17 @@ def _require_varied(reader: Any) -> None:
             raise InputError("bench: the states of different tokens are alike: this model says nothing about a disk")
 
 
-def disk(place: Path, setting: Setting, least_bytes: int) -> Measured:
+def disk(rounds: int, folder: Folder, setting: Setting, least_bytes: int) -> Iterator[Measured]:
     """What the disk sustains: as many bytes as the states have (at least `least_bytes`), in files of a shard's size, as
     many at once as the step has writers, each synced and renamed as the step does it."""
+    for _ in range(rounds):
+        with folder("disk") as place:
+            yield _fill(Path(place), setting, max(setting.states_bytes, least_bytes))
+
+
+def _fill(place: Path, setting: Setting, total: int) -> Measured:
     from pipeline.store import atomic_path, require_space
 
-    total = max(setting.states_bytes, least_bytes)
     file_bytes = min(total, setting.shard_tokens * setting.bytes_per_token)
     sizes = [min(file_bytes, total - begin) for begin in range(0, total, file_bytes)]
     require_space(place, total, "bench", "--disk")
@@ -215,17 +248,3 @@ def _target_and_layers(config: Any) -> tuple[Target, list[int]]:
     """The target and the layer ids of the run, in vLLM's serving convention, the number of layers last."""
     target = Target(config.target)
     return target, [*target.aux_layers(config.extract.aux_layers), target.num_layers]
-
-
-Phase = Callable[[Path, Path, Setting], Measured]
-
-
-def phases(batch: int, least_bytes: int) -> dict[str, Phase]:
-    """All of them, in the order in which they run."""
-    return {
-        "prefill": prefill,
-        "stock": partial(stock, batch=batch),
-        "stream-tmpfs": partial(stream, "stream-tmpfs"),
-        "stream-disk": partial(stream, "stream-disk"),
-        "disk": lambda place, _model_folder, setting: disk(place, setting, least_bytes),
-    }

@@ -82,7 +82,7 @@ def write_tensors(
     `metadata` is one key and its text. Raises OSError, naming `path`, when the disk is full.
     """
     ordered = in_file_order(Layout.of(name, tensor) for name, tensor in tensors.items())
-    digest, size = hashlib.sha256(), 0
+    digest, size, summed = hashlib.sha256(), 0, []
     # The sum is made while the disk takes the bytes: both take about as long, and neither holds Python's lock
     with (
         atomic_path(path) as temporary,
@@ -91,15 +91,19 @@ def write_tensors(
     ):
         for piece in (header_bytes(ordered, metadata), *(tensors[one.name] for one in ordered)):
             data = memoryview(piece) if isinstance(piece, bytes) else _bytes_of(piece)
-            summed = thread.submit(digest.update, data)
+            summed.append(thread.submit(digest.update, data))
             _write(file, data, path)
-            summed.result()
             size += len(data)
+            if isinstance(piece, torch.Tensor) and piece.device.type != "cpu":
+                summed[-1].result()  # one copy at a time
+        os.fsync(file.fileno())
+        for one in summed:
+            one.result()
     return size, digest.hexdigest()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(file: BinaryIO, data: memoryview, path: Path) -> None:

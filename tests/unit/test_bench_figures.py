@@ -1,6 +1,7 @@
 """The benchmark of extract: its arithmetic, its flags, the speculators that it compares with."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,12 +98,15 @@ def test_prompts_are_the_same_every_time_and_of_the_vocabulary() -> None:
 
 
 def test_the_disk_is_given_the_states_bytes_or_more(tmp_path: Path) -> None:
-    measured = phases.disk(tmp_path, SETTING, least_bytes=1)
+    measured = phases._fill(tmp_path, SETTING, SETTING.states_bytes)
     files = sorted(tmp_path.iterdir())
     assert SETTING.bytes_per_token == 4 * 128 * 4
     assert [file.stat().st_size for file in files] == [60 * 2048, 60 * 2048, 30 * 2048], "of a shard's size"
     assert (measured.size_bytes, measured.files, measured.tokens) == (150 * 2048, 3, 0)
-    assert phases.disk(tmp_path, SETTING, least_bytes=1_000_000).size_bytes == 1_000_000
+    for least, size in ((1, 150 * 2048), (1_000_000, 1_000_000)):
+        places = (nullcontext(str(tmp_path)) for _ in range(2))
+        runs = list(phases.disk(2, lambda _, places=places: next(places), SETTING, least))
+        assert [run.size_bytes for run in runs] == [size] * 2
 
 
 # ---- Stock
@@ -175,8 +179,8 @@ def test_flags_that_cannot_be_are_told(flags: list[str], said: str, capsys: pyte
 def test_a_failing_phase_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def in_child(_options, phase: str, *_: object) -> Measured | None:
-        return None if phase == "stock" else next(run for run in RUNS if run.phase == phase)
+    def in_child(_options, names: list[str], *_: object) -> list[Measured]:
+        return [run for run in RUNS if run.phase in names and run.phase != "stock"]
 
     monkeypatch.setattr(extract, "_in_child", in_child)
     flags = ["--model", "tiny", "--tmpfs", str(tmp_path), "--disk", str(tmp_path), "--json", str(tmp_path / "f.jsonl")]

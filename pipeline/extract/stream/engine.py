@@ -35,7 +35,7 @@ REPORT_S = 1.0
 """Time between two questions to the worker while the model runs: each is answered between two steps."""
 BLOCKED_S = 0.1
 """The same while there is room for requests, and no more shards may be in hand until some are written."""
-WAIT_S = 0.02
+WAIT_S = 0.005
 """The same while the model has nothing to do, because shards are being written."""
 
 
