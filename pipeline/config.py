@@ -85,9 +85,9 @@ class PrepareSection(Section):
 class ExtractSection(Section):
     """Step 2: the target's hidden states for every prepared token."""
 
-    engine: Literal["speculators", "stream"] = "speculators"
-    """`speculators`: the patched generator on vLLM. `stream`: vLLM as it is, whose worker writes the shards itself
-    while the model runs; not measured on a GPU yet."""
+    engine: Literal["stream", "speculators"] = "stream"
+    """`stream`: vLLM as it is, whose worker writes the shards itself while the model runs. `speculators`: the patched
+    generator on vLLM, one batch after the other. Both give equal states."""
     writers: Count = 4
     """Shards that the engine `stream` writes at once. These and two more are in memory, and four steps: 24 GB
     with Kimi's shards."""

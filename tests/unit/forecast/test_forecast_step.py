@@ -44,7 +44,7 @@ hours
   extract            7 h 44 at 7,350 tok/s, NCCL tuned; writes 421 MB/s
                      64 h 56 at 876 tok/s, NCCL untuned
                      published rates of Kimi-K2.5 on eight RTX PRO 6000; forecast.prefill_tokens_per_s sets yours
-                     prefill alone; engine speculators reached 15 % of it on one H200 (a Llama of 8 B)
+                     prefill alone; engine stream reached 96 % of it on one H200 (a Llama of 8 B)
   train              unknown: 778.2 M tokens in 380,000 steps; set forecast.train_tokens_per_s
 """
 PUBLISHED_KIMI_BYTES = 554 * 2**30
