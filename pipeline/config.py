@@ -158,6 +158,9 @@ class TrainSection(Section):
     """Length of a packed row in tokens. A longer sample is an error: nothing is cut here."""
     rows_per_step: Count = 1
     """Rows in one optimiser step, over all processes and accumulation together."""
+    prefetch_rows: int = Field(default=4, ge=0)
+    """Rows that each process has read, or is reading, ahead of the step. In host memory a row takes tokens_per_row times
+    the bytes of a token's states (470 MB for 8,192 tokens of Kimi-K2.5); a validation has two more. 0: read when needed."""
     epochs: Count = 4
     """Passes over the training samples."""
     learning_rate: float = Field(default=1e-4, gt=0)

@@ -86,7 +86,7 @@ class FullRows:
 
 def training_memory(config: Run, target: Target, processes: int) -> TrainingMemory:
     """Memory of one of `processes` GPUs. Takes seconds and no memory; needs the target's config.json, no weights."""
-    section = config.train.model_copy(update={"epochs": 1, "checkpoint_steps": STEPS})
+    section = config.train.model_copy(update={"epochs": 1, "checkpoint_steps": STEPS, "prefetch_rows": 0})
     words = min(config.vocab.draft_vocab_size, target.vocab_size)
     aux_layers = target.aux_layers(config.extract.aux_layers)
     with warnings.catch_warnings(), Ledger() as ledger:

@@ -19,6 +19,7 @@ states must give equal bytes.
 
 import json
 import math
+import os
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
@@ -40,10 +41,18 @@ FORMAT = 1
 METADATA_KEY = "aerie"
 RUN_KEY_DIGITS = 32
 """Length of pipeline.store.run_key's result."""
+DTYPES = {
+    "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "BF16": torch.bfloat16,
+    "F16": torch.float16, "F8_E4M3": FP8, "BOOL": torch.bool,
+}  # fmt: skip
+"""torch's types by safetensors' codes, as far as a shard has them."""
 ORDER = ["I64", "F32", "I32", "BF16", "F16", "F8_E4M3", "BOOL"]
 """In which safetensors puts tensors into a file: by its list of types, then by name."""
 OPEN_SHARDS = 64
 """Shards kept mapped at once: enough for a shuffled reader, far below the kernel's 65,530 mappings a process."""
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header, little-endian."""
+STATES = ("aux", "last")
 
 
 @dataclass(frozen=True)
@@ -176,6 +185,8 @@ class _Part:
     header: ShardHeader
     offsets: np.ndarray
     num_supervised: np.ndarray
+    places: dict[str, tuple[int, torch.dtype]]
+    """Where each tensor's first byte lies in the file, and its type."""
 
 
 class StatesReader:
@@ -229,6 +240,45 @@ class StatesReader:
             states("last"),
         )
 
+    def place(self, index: int) -> tuple[str, Path]:
+        """The id of sample `index`, and the file that holds it: how a fault in it is told."""
+        number = bisect_right(self._first_N, index) - 1
+        part = self._parts[number]
+        return part.header.sample_ids[index - self._first_N[number]], part.path
+
+    def read_into(
+        self, index: int, aux_SLH: torch.Tensor, last_SH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the states of sample `index` to where they are wanted; returns its `input_ids_S` and `loss_mask_S`.
+
+        The tensors, on the CPU and contiguous, have the sample's shape and the run's dtype. States go from the kernel
+        to them without a copy between (fp8: by way of as many bytes as the file has), and several threads may read
+        at once: nothing is mapped or kept open, and neither reading nor decoding holds Python's lock. Raises
+        InputError, naming sample and file, where the file cannot be read or has become shorter (a mapped file that
+        does ends the process).
+        """
+        number = bisect_right(self._first_N, index) - 1
+        part, row = self._parts[number], index - self._first_N[number]
+        first, end = int(part.offsets[row]), int(part.offsets[row + 1])
+        assert aux_SLH.shape[0] == last_SH.shape[0] == end - first, "another length than the sample's"
+        try:
+            descriptor = os.open(part.path, os.O_RDONLY)
+            try:
+                for name, states in zip(STATES, (aux_SLH, last_SH), strict=True):
+                    _read_states(descriptor, part, name, first, states)
+                ids = torch.empty(end - first, dtype=torch.int32)
+                mask = torch.empty(end - first, dtype=torch.bool)
+                _read_rows(descriptor, part, "input_ids", first, ids)
+                _read_rows(descriptor, part, "loss_mask", first, mask)
+            finally:
+                os.close(descriptor)
+        except (OSError, EOFError) as error:
+            raise InputError(
+                f"train: sample {part.header.sample_ids[row]} in {part.path} cannot be read ({error}). "
+                "Run verify, then extract again: it makes damaged files again"
+            ) from error
+        return ids.to(torch.int64), mask
+
     def _map(self, number: int) -> Any:
         if number not in self._mapped:
             if len(self._mapped) >= OPEN_SHARDS:
@@ -239,6 +289,33 @@ class StatesReader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": OrderedDict()}
+
+
+def _read_states(descriptor: int, part: _Part, name: str, first: int, states: torch.Tensor) -> None:
+    """Rows from `first` on of `name`'s states, decoded where they are stored as something else."""
+    stored = part.places[f"{name}_hidden_states"][1]
+    if stored == states.dtype:
+        _read_rows(descriptor, part, f"{name}_hidden_states", first, states)
+        return
+    numbers = torch.empty(states.shape, dtype=stored)
+    _read_rows(descriptor, part, f"{name}_hidden_states", first, numbers)
+    scales = None
+    if stored == FP8:
+        scales = torch.empty(states.shape[:-1], dtype=torch.float32)
+        _read_rows(descriptor, part, f"{name}_scales", first, scales)
+    decode(numbers, scales, states.dtype, out=states)
+
+
+def _read_rows(descriptor: int, part: _Part, name: str, first: int, to: torch.Tensor) -> None:
+    """Fill `to` with the rows of a tensor from `first` on. Raises EOFError where the file ends before."""
+    start, dtype = part.places[name]
+    assert dtype == to.dtype and to.is_contiguous(), "bytes are read as they are"
+    room = memoryview(to.view(-1).view(torch.uint8).numpy())
+    at = start + first * (to[0].numel() * to.element_size())
+    while room:
+        if not (size := os.preadv(descriptor, [room], at)):
+            raise EOFError(f"it ends {len(room):,} bytes too early")
+        room, at = room[size:], at + size
 
 
 def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
@@ -277,7 +354,19 @@ def _open_part(folder: Path, shard: Shard, manifest: Manifest) -> _Part:
     if not len(lengths) == len(header.sample_ids) == len(header.conversation_ids) == shard.samples:
         raise _unusable(path, "has other samples than its manifest")
     supervised = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-    return _Part(path, header, offsets, np.diff(supervised[offsets]))
+    return _Part(path, header, offsets, np.diff(supervised[offsets]), _places(path))
+
+
+def _places(path: Path) -> dict[str, tuple[int, torch.dtype]]:
+    """Of each tensor of a file that safetensors has read: where it begins, and its type."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        tensors: dict[str, Any] = json.loads(file.read(length))
+    return {
+        name: (LENGTH_BYTES + length + tensor["data_offsets"][0], DTYPES[tensor["dtype"]])
+        for name, tensor in tensors.items()
+        if name != "__metadata__" and tensor["dtype"] in DTYPES
+    }
 
 
 def _open(path: Path) -> Any:

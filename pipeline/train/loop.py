@@ -16,8 +16,11 @@ from pipeline.errors import InputError
 from pipeline.train.checkpoint import Progress
 from pipeline.train.data import Row, Rows
 from pipeline.train.draft import Draft
+from pipeline.train.loader import RowsAhead
 from pipeline.train.loss import StepSums, TargetHead, supervised_at, unroll
 
+VALIDATION_AHEAD = 2
+"""Rows that are read ahead for a validation, while those of the training wait in memory."""
 ReportFunction = Callable[[str, dict[str, float], Progress], None]
 
 
@@ -76,10 +79,22 @@ class Trainer:
 
     def run(self, progress: Progress, save: Callable[[Progress], None], report: ReportFunction) -> None:
         """Go on from `progress` to the last step. `save` is called where a checkpoint is due."""
-        for epoch, step in self._remaining(progress):
+        steps = list(self._remaining(progress))
+        with self._ahead(self.train_rows, steps, self.section.prefetch_rows) as rows:
+            self._run(steps, rows, progress, save, report)
+
+    def _run(
+        self,
+        steps: list[tuple[int, int]],
+        rows: RowsAhead,
+        progress: Progress,
+        save: Callable[[Progress], None],
+        report: ReportFunction,
+    ) -> None:
+        for epoch, step in steps:
             begun = time.monotonic()
             learning_rate = self._set_learning_rate(progress.step)
-            metrics, tokens = self._step(epoch, step, progress.step)
+            metrics, tokens = self._step(epoch, step, progress.step, rows)
             last_of_epoch = step + 1 == self.train_rows.steps_in(epoch)
             progress.step += 1
             progress.epoch, progress.step_in_epoch = (epoch + 1, 0) if last_of_epoch else (epoch, step + 1)
@@ -97,11 +112,17 @@ class Trainer:
         if self.validation_rows is None:
             return {}
         sums_3K = torch.zeros(3, self.section.ttt_steps, device=self.place.device)
-        rows = self.validation_rows
-        for step in range(rows.steps_in(0)):
-            for row in rows.of_step(0, step, self.place.rank, self.place.world):
-                sums_3K += _stacked(self.module(rows.load(row).to(self.place.device), None, True))
+        steps = [(0, step) for step in range(self.validation_rows.steps_in(0))]
+        with self._ahead(self.validation_rows, steps, min(self.section.prefetch_rows, VALIDATION_AHEAD)) as rows:
+            for row in rows:
+                sums_3K += _stacked(self.module(row, None, True))
         return self._metrics(self._over_processes(sums_3K))
+
+    def _ahead(self, rows: Rows, steps: list[tuple[int, int]], ahead: int) -> RowsAhead:
+        """This process's rows of the steps, in their order."""
+        place = self.place
+        order = (row for epoch, step in steps for row in rows.of_step(epoch, step, place.rank, place.world))
+        return RowsAhead(rows, order, ahead, place.device)
 
     def _remaining(self, progress: Progress) -> Iterator[tuple[int, int]]:
         for epoch in range(progress.epoch, self.section.epochs):
@@ -113,10 +134,10 @@ class Trainer:
         every = self.section.checkpoint_steps
         return step == self.total_steps or (last_of_epoch if every is None else step % every == 0)
 
-    def _step(self, epoch: int, step: int, number: int) -> tuple[dict[str, float], int]:
+    def _step(self, epoch: int, step: int, number: int, ahead: RowsAhead) -> tuple[dict[str, float], int]:
         """One optimiser step. Loss and gradient are means over the supervised tokens of *all* processes' rows."""
         indices = self.train_rows.of_step(epoch, step, self.place.rank, self.place.world)
-        rows = [self.train_rows.load(row).to(self.place.device) for row in indices]
+        rows = [next(ahead) for _ in indices]
         count_K = self._over_processes(torch.stack([_supervised_counts(row, self.section) for row in rows]).sum(0))
         self.optimizer.zero_grad(set_to_none=True)
         sums_3K = torch.zeros(3, self.section.ttt_steps, device=self.place.device)

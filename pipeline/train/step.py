@@ -25,7 +25,7 @@ from pipeline.vocab import load_map
 
 FORMAT = 2
 """Raised when equal inputs no longer give equal bytes."""
-WITHOUT_EFFECT_ON_BYTES = {"tracker", "processes", "threads", "keep_checkpoints"}
+WITHOUT_EFFECT_ON_BYTES = {"tracker", "processes", "threads", "keep_checkpoints", "prefetch_rows"}
 
 
 def run(config: Run) -> None:
@@ -151,6 +151,7 @@ class _processes:  # noqa: N801 (used as a function)
         device = torch.device("cuda", local) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
+            torch.set_num_threads(self.threads or 1)  # those that read rows decode them, each by itself
         else:
             torch.set_num_threads(self.threads or max(1, len(os.sched_getaffinity(0)) // local_world))
         if world > 1:
