@@ -159,8 +159,8 @@ class TrainSection(Section):
     rows_per_step: Count = 1
     """Rows in one optimiser step, over all processes and accumulation together."""
     prefetch_rows: int = Field(default=4, ge=0)
-    """Rows that each process has read, or is reading, ahead of the step. In host memory a row takes tokens_per_row times
-    the bytes of a token's states (470 MB for 8,192 tokens of Kimi-K2.5); a validation has two more. 0: read when needed."""
+    """Rows that each process has read, or is reading, ahead of the step. In host memory a row takes tokens_per_row
+    times the bytes of a token's states (470 MB for 8,192 tokens of Kimi-K2.5); a validation has two more. 0: none."""
     epochs: Count = 4
     """Passes over the training samples."""
     learning_rate: float = Field(default=1e-4, gt=0)
@@ -183,6 +183,14 @@ class TrainSection(Section):
     """Share of conversations held back to choose the best checkpoint."""
     checkpoint_steps: Count | None = None
     """Save and validate every so many steps. Default: at the end of each epoch."""
+    checkpoint_minutes: float | None = Field(default=None, gt=0)
+    """Save and validate when so many minutes have passed since the last time, as well."""
+    on_full_disk: Literal["stop", "continue"] = "stop"
+    """When there is no room for a checkpoint: `stop` ends training with exit code 5, `continue` says so and goes on to
+    the next one. Those that are there are kept either way."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a state, the loss or a gradient is NaN or infinite: `stop` names samples, files and step and ends training;
+    `skip` names them, leaves weights and optimiser as they were for that step, and counts it."""
     processes: Count | None = None
     """Processes on this machine, one a GPU. Default: as many as GPUs are visible, but not more than rows_per_step; one
     without a GPU. Under torchrun the number is torchrun's."""

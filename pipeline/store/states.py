@@ -246,9 +246,7 @@ class StatesReader:
         part = self._parts[number]
         return part.header.sample_ids[index - self._first_N[number]], part.path
 
-    def read_into(
-        self, index: int, aux_SLH: torch.Tensor, last_SH: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_into(self, index: int, aux_SLH: torch.Tensor, last_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the states of sample `index` to where they are wanted; returns its `input_ids_S` and `loss_mask_S`.
 
         The tensors, on the CPU and contiguous, have the sample's shape and the run's dtype. States go from the kernel
@@ -309,8 +307,10 @@ def _read_states(descriptor: int, part: _Part, name: str, first: int, states: to
 def _read_rows(descriptor: int, part: _Part, name: str, first: int, to: torch.Tensor) -> None:
     """Fill `to` with the rows of a tensor from `first` on. Raises EOFError where the file ends before."""
     start, dtype = part.places[name]
-    assert dtype == to.dtype and to.is_contiguous(), "bytes are read as they are"
-    room = memoryview(to.view(-1).view(torch.uint8).numpy())
+    assert dtype == to.dtype, "bytes are read as they are"
+    assert to.is_contiguous(), "bytes are read in one piece"
+    bytes_of: Any = to.view(-1).view(torch.uint8).numpy()  # numpy's types do not say that they are buffers
+    room = memoryview(bytes_of)
     at = start + first * (to[0].numel() * to.element_size())
     while room:
         if not (size := os.preadv(descriptor, [room], at)):

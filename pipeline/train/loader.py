@@ -1,7 +1,7 @@
 """Rows read ahead of the trainer, by threads, in exactly the order in which it takes them.
 
 Threads and not processes: reading (preadv) and decoding (torch) leave Python's lock to others, and rows need not be
-sent anywhere. A row of 8,192 tokens of Kimi-K2.5 has 470 MB; docs/performance.md has what one, two and more threads read.
+sent anywhere. A row of 8,192 tokens of Kimi-K2.5 has 470 MB; docs/performance.md has what threads read.
 
 On a GPU a row is read into pinned memory, which is used again and again, and copied by a stream of its own: the next
 row's copy runs while the one before it is computed on.

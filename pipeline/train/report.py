@@ -27,7 +27,7 @@ class Reporter:
             mininterval=0.5 if terminal else LOG_INTERVAL_S,
             dynamic_ncols=terminal,
         )
-        self.log = _tracker(config, folder) if enabled else _NoTracker()
+        self.log = _tracker(config, folder, progress.step) if enabled else _NoTracker()
 
     def __enter__(self) -> "Reporter":
         return self
@@ -75,10 +75,10 @@ class _NoTracker:
 
 
 class _TensorBoard(_NoTracker):
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, done: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder))
+        self.writer = SummaryWriter(str(folder), purge_step=done + 1)  # what came after the last checkpoint comes again
 
     def write(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -106,7 +106,7 @@ class _Trackio(_NoTracker):
         self.run.finish()
 
 
-def _tracker(config: Run, folder: Path) -> _NoTracker:
+def _tracker(config: Run, folder: Path, done: int) -> _NoTracker:
     if config.train.tracker == "tensorboard":
-        return _TensorBoard(folder / "logs")
+        return _TensorBoard(folder / "logs", done)
     return _Trackio(config) if config.train.tracker == "trackio" else _NoTracker()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import Run
-from pipeline.errors import ConfigError, InputError, UserError
+from pipeline.errors import ConfigError, InputError, Stopped, UserError
 from pipeline.store import Shard, claim, exclusive, finish, release, require_space
 from pipeline.store.states import StatesReader
 from pipeline.target import Target
@@ -20,12 +20,18 @@ from pipeline.train.data import Rows, split_by_conversation
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead
+from pipeline.train.randomness import gathered, seed_all
 from pipeline.train.report import Reporter
+from pipeline.train.stop import StopSignals
 from pipeline.vocab import load_map
 
 FORMAT = 2
 """Raised when equal inputs no longer give equal bytes."""
-WITHOUT_EFFECT_ON_BYTES = {"tracker", "processes", "threads", "keep_checkpoints", "prefetch_rows"}
+WITHOUT_EFFECT_ON_BYTES = {
+    "tracker", "processes", "threads", "keep_checkpoints", "prefetch_rows", "checkpoint_minutes", "on_full_disk",
+    "on_nonfinite",
+}  # fmt: skip
+"""Keys that a run may go on with another value of. (Of the last: a run that stopped at a step may go on without it.)"""
 
 
 def run(config: Run) -> None:
@@ -34,6 +40,7 @@ def run(config: Run) -> None:
     Raises MismatchError for checkpoints of other settings, InputError for unfinished predecessors.
     """
     with ExitStack() as stack:
+        stop = stack.enter_context(StopSignals(alone=int(os.environ.get("WORLD_SIZE", "1")) == 1))
         place = stack.enter_context(_processes(config.train.threads))
         folder = config.folder("checkpoints")
         target, reader = Target(config.target), StatesReader(config.folder("hidden"))
@@ -48,7 +55,7 @@ def run(config: Run) -> None:
         if finished:
             return
         try:
-            totals = _train(config, place, target, reader, maps, folder)
+            totals = _train(config, place, target, reader, maps, folder, stop)
         except UserError:
             if place.first and newest(folder) is None:
                 release(folder)  # settings that did not work claim no folder
@@ -62,7 +69,13 @@ def run(config: Run) -> None:
 
 
 def _train(
-    config: Run, place: Place, target: Target, reader: StatesReader, maps: tuple[Tensor, Tensor], folder: Path
+    config: Run,
+    place: Place,
+    target: Target,
+    reader: StatesReader,
+    maps: tuple[Tensor, Tensor],
+    folder: Path,
+    stop: StopSignals,
 ) -> dict[str, Any]:
     section, (d2t_D, t2d_V) = config.train, maps
     if place.first and section.rows_per_step % place.world:
@@ -89,18 +102,36 @@ def _train(
     trainer = Trainer(
         draft, head_of_target, rows(train), rows(validation) if validation else None, section, place, config.seed
     )
+    seed_all(config.seed, place.rank)
     start = newest(folder)
-    progress = restore(start, draft, trainer.optimizer) if start else Progress()
+    progress = restore(start, draft, trainer.optimizer, place.rank) if start else Progress()
     full_vocabulary = len(d2t_D) == len(t2d_V)  # vLLM refuses a mapping where there is nothing to map
-    keeper = Keeper(folder, {} if full_vocabulary else {"d2t": d2t_D, "t2d": t2d_V}, section.keep_checkpoints)
-    with Reporter(config, folder, trainer.total_steps, progress, enabled=place.first) as report:
+    keeper = Keeper(
+        folder,
+        {} if full_vocabulary else {"d2t": d2t_D, "t2d": t2d_V},
+        section.keep_checkpoints,
+        validated=bool(validation),
+        on_full_disk=section.on_full_disk,
+    )
+
+    def save(now: Progress) -> None:
+        generators = gathered(place.world)
+        if place.first:
+            keeper(draft, trainer.optimizer, now, generators)
+
+    with Reporter(config, folder, trainer.total_steps, progress, enabled=place.first) as report, keeper:
         report.begin(len(train), len(validation), size)
-        trainer.run(progress, lambda p: keeper(draft, trainer.optimizer, p) if place.first else None, report)
+        try:
+            trainer.run(progress, save, report, stop)
+        except Stopped:
+            keeper.wait()
+            raise
     return {
         "acceptance_length": keeper.best_value() if place.first and validation else None,
         "steps": progress.step,
         "tokens_per_second": progress.tokens / max(progress.seconds, 1e-9),
         "seconds": progress.seconds,
+        "skipped_steps": progress.skipped,
         "train_samples": len(train),
         "validation_samples": len(validation),
         "parameters": size,
@@ -160,7 +191,7 @@ class _processes:  # noqa: N801 (used as a function)
         return Place(rank, world, device)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if self.made_group and error is None:
+        if self.made_group and (error is None or issubclass(error, Stopped)):  # all stop at the same step
             dist.destroy_process_group()
 
 
