@@ -202,6 +202,9 @@ class TrainSection(Section):
     """Matrix products in bfloat16; weights, norms, softmax and loss stay float32."""
     tracker: Literal["tensorboard", "trackio", "none"] = "tensorboard"
     """Where the curves go (checkpoints/logs)."""
+    progress_json: str | None = None
+    """A file to which progress is appended as JSON, one object a line, or `-` for stderr. docs/formats.md names the
+    keys."""
 
 
 class EvaluateSection(Section):

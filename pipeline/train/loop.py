@@ -120,9 +120,7 @@ class Trainer:
         progress.metrics, self.saved_s = {}, time.monotonic()
         with self._ahead(self.train_rows, steps, self.section.prefetch_rows) as rows, stop.steps_in_hand():
             for epoch, step in steps:
-                begun = time.monotonic()
                 told = self._one(epoch, step, progress, rows, report, stop)
-                progress.seconds += time.monotonic() - begun
                 if told.signal and progress.step < self.total_steps:
                     save(progress)
                     raise Stopped(told.signal)
@@ -142,16 +140,17 @@ class Trainer:
     ) -> "Told":
         """One step, with what is counted and shown of it."""
         learning_rate = self._set_learning_rate(progress.step)
-        waited_s = rows.waited_s
+        waited_s, begun = rows.waited_s, time.monotonic()
         metrics, told = self._step(epoch, step, progress.step, rows, stop)
         last_of_epoch = step + 1 == self.train_rows.steps_in(epoch)
         progress.step += 1
         progress.skipped += told.skipped
         progress.epoch, progress.step_in_epoch = (epoch + 1, 0) if last_of_epoch else (epoch, step + 1)
         progress.tokens += told.tokens
+        progress.seconds += time.monotonic() - begun
         counted = {"learning_rate": learning_rate, "waited_s": rows.waited_s - waited_s}
         if self.section.on_nonfinite == "skip":
-            counted["skipped_steps"] = float(progress.skipped)
+            counted["skipped_steps"] = progress.skipped
         report("train", {**metrics, **counted}, progress)
         return told
 

@@ -29,6 +29,7 @@ FORMAT = 2
 """Raised when equal inputs no longer give equal bytes."""
 WITHOUT_EFFECT_ON_BYTES = {
     "tracker", "processes", "threads", "keep_checkpoints", "prefetch_rows", "checkpoint_minutes", "on_full_disk",
+    "progress_json",
     "on_nonfinite",
 }  # fmt: skip
 """Keys that a run may go on with another value of. (Of the last: a run that stopped at a step may go on without it.)"""
@@ -120,6 +121,7 @@ def _train(
             keeper(draft, trainer.optimizer, now, generators)
 
     with Reporter(config, folder, trainer.total_steps, progress, enabled=place.first) as report, keeper:
+        keeper.saved = report.saved
         report.begin(len(train), len(validation), size)
         try:
             trainer.run(progress, save, report, stop)

@@ -121,9 +121,10 @@ def test_killed_at_random_steps_it_ends_as_if_undisturbed(new_run, undisturbed, 
     assert total >= 9
     kills = sorted(random.choice(np.arange(1, total), 4, replace=False).tolist())
     for number in kills:
-        with monkeypatch.context() as patch, pytest.raises(Killed):
+        with monkeypatch.context() as patch:
             at_step(patch, number, lambda: fail(Killed()))
-            run_step("train", config)
+            with pytest.raises(Killed):
+                run_step("train", config)
     assert run_step("train", config) == 0, kills
     assert_equal(config, undisturbed)
 
@@ -322,3 +323,46 @@ def test_gradients_that_are_not_finite_name_the_samples_of_the_step(new_run, mon
     assert run_step("train", config) == 4
     said = capfd.readouterr().err
     assert "gradient norm inf not finite at step 1: samples s" in said
+
+
+# ---- Progress
+
+
+def test_progress_for_programs_says_what_the_curves_say(new_run, tmp_path, capfd):
+    import json
+
+    config = new_run(progress_json=str(tmp_path / "progress.jsonl"), validation_share=0.2)
+    assert run_step("train", config) == 0
+    lines = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    events = [line["event"] for line in lines]
+    assert events[0] == "start"
+    assert events[-1] == "end"
+    assert lines[-1]["outcome"] == "done"
+    assert events.count("validation") == events.count("checkpoint") == 5
+    last = lines[-1]
+    assert last["done_steps"] == last["steps"] == total_steps(config)
+    assert last["loss"] == pytest.approx(curve(config)[-1][1])
+    assert len(last["acceptance"]) == config.train.ttt_steps
+    assert 1 + sum(last["acceptance"]) == pytest.approx(last["acceptance_length"])
+    assert last["tokens_per_s"] > 0
+    assert last["left_s"] == 0
+
+
+def test_the_line_says_all_of_it(new_run, tmp_path):
+    from pipeline.extract.gpu_use import GpuUse
+    from pipeline.train.checkpoint import Progress
+    from pipeline.train.report import Reporter
+
+    progress = Progress(skipped=2)
+    report = Reporter(new_run(tracker="none"), tmp_path, 100, progress, enabled=True)
+    report.gpus.read = lambda: [GpuUse(0, 97, 31 << 30)]
+    for step, now in ((10, 100.0), (20, 110.0)):
+        progress.step, progress.tokens = step, 1000 * step
+        metrics = {"loss": 8.0, "acceptance_length": 1.4, "acceptance_1": 0.3, "acceptance_2": 0.1, "waited_s": 0.5}
+        report("train", metrics, progress)
+        report._window[-1] = (now, *report._window[-1][1:])
+    assert report.line().split("  ")[:-1] == [
+        "train", "step 20/100", "loss 8.000", "accepted 1.40 (0.30 / 0.10)", "1,000 tok/s", "GPU 97 %, 31 GiB",
+        "5 % waiting for data", "2 steps skipped",
+    ]  # fmt: skip
+    assert report.line().endswith("elapsed, about 1:20 left")
