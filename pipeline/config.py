@@ -138,6 +138,12 @@ class VocabSection(Section):
 class TrainSection(Section):
     """Step 4: the draft itself."""
 
+    init_from: Path | None = None
+    """Begin with the weights of a draft that is there already: a folder with config.json and weights, of ours or a
+    public EAGLE-3 draft of Llama layers. Rows of words that it does not have start as the target's."""
+    init_from_unequal: Literal["stop", "warn"] = "stop"
+    """When that draft was trained on other layers, or with another rope, norm or embedding than this run has: `stop`
+    names each difference and ends, `warn` names them and trains it all the same. Other sizes always end."""
     num_layers: Count = 1
     """Decoder layers of the draft. vLLM serves EAGLE-3 drafts of one layer fastest."""
     intermediate_size: Count | None = None

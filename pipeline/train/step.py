@@ -18,6 +18,7 @@ from pipeline.target import Target
 from pipeline.train.checkpoint import Keeper, Progress, newest, restore
 from pipeline.train.data import Rows, split_by_conversation
 from pipeline.train.draft import Draft, draft_config
+from pipeline.train.init_from import begin_from, fingerprint
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead
 from pipeline.train.randomness import gathered, seed_all
@@ -28,11 +29,11 @@ from pipeline.vocab import load_map
 FORMAT = 2
 """Raised when equal inputs no longer give equal bytes."""
 WITHOUT_EFFECT_ON_BYTES = {
-    "tracker", "processes", "threads", "keep_checkpoints", "prefetch_rows", "checkpoint_minutes", "on_full_disk",
-    "progress_json",
-    "on_nonfinite",
+    "tracker", "progress_json", "processes", "threads", "prefetch_rows", "keep_checkpoints", "checkpoint_minutes",
+    "on_full_disk", "on_nonfinite", "init_from", "init_from_unequal",
 }  # fmt: skip
-"""Keys that a run may go on with another value of. (Of the last: a run that stopped at a step may go on without it.)"""
+"""Keys that a run may go on with another value of. A run that stopped at numbers that are not finite may skip them from
+there on; of the draft that it began from the content counts, not the place."""
 
 
 def run(config: Run) -> None:
@@ -91,6 +92,10 @@ def _train(
     kept_D = d2t_D + torch.arange(len(d2t_D))
     draft = Draft(draft_config(target, section, reader.manifest.totals["aux_layers"], len(d2t_D)), head.embedding_VH)
     draft.initialise(config.seed, head.norm_H, head.lm_head_VH[kept_D])
+    if section.init_from and newest(folder) is None:
+        said = begin_from(draft, section.init_from, kept_D, target.aux_layers(None), section.init_from_unequal)
+        if place.first:
+            print("\n".join(said), file=sys.stderr)
     draft.to(place.device)
     size = sum(parameter.numel() for parameter in draft.parameters())
     if place.first:
@@ -145,6 +150,7 @@ def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:
 
     section = config.train.model_dump(mode="json", exclude=WITHOUT_EFFECT_ON_BYTES)
     vocab = read_manifest(config.folder("vocab"), "vocab")
+    begun = {"init_from": fingerprint(config.train.init_from)} if config.train.init_from else {}
     return {
         "format": FORMAT,
         "hidden": reader.manifest.run_key,
@@ -152,6 +158,7 @@ def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:
         "seed": config.seed,
         "dtype": config.target.dtype,
         **section,
+        **begun,
     }
 
 

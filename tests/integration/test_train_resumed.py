@@ -366,3 +366,13 @@ def test_the_line_says_all_of_it(new_run, tmp_path):
         "5 % waiting for data", "2 steps skipped",
     ]  # fmt: skip
     assert report.line().endswith("elapsed, about 1:20 left")
+
+
+def test_a_run_begins_from_another_ones_draft(new_run, undisturbed, capfd):
+    """And goes on where that one was: its loss is lower from the first step on."""
+    config = new_run("fine", init_from=str(folder(undisturbed) / "best"), validation_share=0.0)
+    assert run_step("train", config) == 0
+    assert "280 of 280 words' output rows" in capfd.readouterr().err
+    assert curve(config)[0][1] < 0.8 * curve(undisturbed)[0][1]
+    assert run_step("train", new_run("gone", init_from="nowhere")) == 4
+    assert "train: init_from nowhere has no config.json" in capfd.readouterr().err
