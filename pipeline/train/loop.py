@@ -116,7 +116,7 @@ class Trainer:
         steps = list(self._remaining(progress))
         unvalidated = self.validation_rows is not None and progress.step > 0 and not progress.metrics
         if unvalidated and self._checkpoint_due(progress.step, progress.step_in_epoch == 0):
-            self._validate_and_save(progress, save, report)  # a signal came where this was due
+            self._validate_and_save(progress, save, report, stop)  # a signal came where this was due
         progress.metrics, self.saved_s = {}, time.monotonic()
         with self._ahead(self.train_rows, steps, self.section.prefetch_rows) as rows, stop.steps_in_hand():
             for epoch, step in steps:
@@ -125,12 +125,19 @@ class Trainer:
                     save(progress)
                     raise Stopped(told.signal)
                 if told.time_is_due or self._checkpoint_due(progress.step, progress.step_in_epoch == 0):
-                    self._validate_and_save(progress, save, report)
+                    self._validate_and_save(progress, save, report, stop)
         if progress.skipped and progress.skipped == progress.step:
             raise InputError(f"train: all {progress.step:,} steps were skipped: none had finite numbers. {ADVICE}")
 
-    def _validate_and_save(self, progress: Progress, save: Callable[[Progress], None], report: ReportFunction) -> None:
-        progress.metrics = self.validate()
+    def _validate_and_save(
+        self, progress: Progress, save: Callable[[Progress], None], report: ReportFunction, stop: StopSignals
+    ) -> None:
+        """After a signal the validation, which may take minutes, is left to the run that goes on."""
+        try:
+            progress.metrics = self.validate(stop)
+        except Stopped:
+            save(progress)
+            raise
         report("validation", progress.metrics, progress)
         save(progress)
         progress.metrics, self.saved_s = {}, time.monotonic()
@@ -155,10 +162,11 @@ class Trainer:
         return told
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
+    def validate(self, stop: StopSignals | None = None) -> dict[str, float]:
         """Loss and simulated acceptance on the validation rows, exact against the target's own choice.
 
-        A row that is not finite is an error, or left out and told, as train.on_nonfinite says.
+        A row that is not finite is an error, or left out and told, as train.on_nonfinite says. Raises Stopped, in all
+        processes at the same row, when one of them got a signal.
         """
         if self.validation_rows is None:
             return {}
@@ -169,6 +177,7 @@ class Trainer:
         bad: list[str] = []
         with self._ahead(rows, steps, min(self.section.prefetch_rows, VALIDATION_AHEAD)) as ahead:
             for samples, row in zip(indices, ahead, strict=True):
+                self._stop_if_told(stop)
                 sums = _stacked(self.module(row, None, True))
                 if float((is_finite(row) & sums.isfinite().all()).float()) == 1.0:
                     sums_3K += sums
@@ -250,6 +259,15 @@ class Trainer:
         number = NUMBERS[1] if sigterm else NUMBERS[0] if sigint else 0
         told = Told(int(tokens_in_all), finite == self.place.world, number, bool(time_is_due))
         return flat[: sums_3K.numel()].view(sums_3K.shape), told
+
+    def _stop_if_told(self, stop: StopSignals | None) -> None:
+        number = stop.received if stop else 0
+        if self.place.world > 1:
+            told = torch.tensor([number], device=self.place.device)
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+            number = int(told)
+        if number:
+            raise Stopped(number)
 
     def _from_all(self, names: list[str]) -> list[str]:
         parts: list[list[str]] = [[] for _ in range(self.place.world)]

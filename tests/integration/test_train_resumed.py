@@ -145,6 +145,24 @@ def test_a_signal_saves_the_step_in_hand_and_the_run_goes_on_from_there(
     assert_equal(config, undisturbed)
 
 
+def test_a_signal_in_a_validation_leaves_that_to_the_run_that_goes_on(new_run, undisturbed, monkeypatch):
+    config, original = new_run("stopped"), loop.Trainer.validate
+    for now in (4, 9):  # the last step's, too
+        with monkeypatch.context() as patch:
+
+            def validate(self, stop, now=now):
+                if self.optimizer.state and next(iter(self.optimizer.state.values()))["step"] == now:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return original(self, stop)
+
+            patch.setattr(loop.Trainer, "validate", validate)
+            assert run_step("train", config) == 143
+        assert (folder(config) / "last").resolve().name == f"step-{now:08d}"
+        assert (folder(config) / "best").resolve() != (folder(config) / "last").resolve()
+    assert run_step("train", config) == 0
+    assert_equal(config, undisturbed)
+
+
 def test_a_signal_before_the_first_step_ends_it_at_once(new_run, monkeypatch, capfd):
     config = new_run()
     with monkeypatch.context() as patch:
