@@ -164,6 +164,7 @@ def _measure(task: Task) -> Measured:
         with RowsAhead(rows, order, AHEAD[task.way], device) as loader:
             for row in loader:
                 tokens += _checked(row)
+                loader.give_back(row)
     seconds = time.monotonic() - begun
     size = sum(file.stat().st_size for file in files)
     rate = tokens / seconds

@@ -183,6 +183,7 @@ class Trainer:
                     sums_3K += sums
                 else:
                     bad += named(rows, [samples], [row])
+                ahead.give_back(row)
         bad = self._from_all(bad) if place.world > 1 else bad
         if bad:
             self._refuse_or_say(f"numbers that are not finite in the validation: {listed(bad)}", "left out")
@@ -232,6 +233,7 @@ class Trainer:
         metrics = self._metrics(sums_3K) | {"gradient_norm": float(norm)}
         if told.whole and math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient_norm"]):
             self.optimizer.step()
+            ahead.give_back(*rows)
             return metrics, told
         names = named(self.train_rows, indices, rows, each)
         names = self._from_all(names) if self.place.world > 1 else names

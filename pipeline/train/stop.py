@@ -8,6 +8,7 @@ who started them (pipeline.train.launch, torchrun) may pass on what the terminal
 """
 
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -34,10 +35,13 @@ class StopSignals:
         self.received = 0
         self._in_hand = False
         self._old: dict[int, Any] = {}
-        self._end: threading.Timer | None = None
+        self._told = -1
+        """Where the handler writes the signal's number to: it may take no lock, this thread could hold it."""
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
+            listens, self._told = os.pipe()
+            threading.Thread(target=_end_late, args=[listens], name="end", daemon=True).start()
             for number in NUMBERS:
                 if (old := signal.getsignal(number)) is not signal.SIG_IGN:
                     self._old[number] = old or signal.SIG_DFL  # None: not Python's
@@ -45,10 +49,10 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._end:
-            self._end.cancel()
         for number, handler in self._old.items():
             signal.signal(number, handler)
+        if self._told >= 0:
+            os.close(self._told)
 
     @contextmanager
     def steps_in_hand(self) -> Iterator[None]:
@@ -63,9 +67,7 @@ class StopSignals:
         if self.received:
             return  # of one of several: the sender of the first one passes it on
         self.received = number
-        self._end = threading.Timer(EXIT_S, os._exit, [128 + number])
-        self._end.daemon = True
-        self._end.start()
+        os.write(self._told, bytes([number]))
         if not self.alone:
             return
         for each in self._old:
@@ -73,6 +75,14 @@ class StopSignals:
         if not self._in_hand:
             raise Stopped(number)
         say()
+
+
+def _end_late(listens: int) -> None:
+    """End the process EXIT_S after a number has come, unless the other end is closed before."""
+    number = os.read(listens, 1)
+    if number and not select.select([listens], [], [], EXIT_S)[0]:
+        os._exit(128 + number[0])
+    os.close(listens)
 
 
 def say() -> None:

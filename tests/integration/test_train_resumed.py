@@ -62,11 +62,22 @@ def folder(config: Run) -> Path:
 
 
 def curve(config: Run) -> list[tuple[int, float]]:
+    """As TensorBoard shows it: a run's file takes the place of what earlier ones have from its first step on.
+
+    TensorBoard sorts files by name: two of one process and second, numbered 9 and 10, stand the wrong way round.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder(config) / "logs"))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+    values: dict[int, float] = {}
+    for file in sorted((folder(config) / "logs").iterdir(), key=lambda path: int(path.name.rpartition(".")[2])):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        if "train/loss" not in events.Tags()["scalars"]:
+            continue
+        scalars = events.Scalars("train/loss")
+        values = {step: value for step, value in values.items() if step < scalars[0].step}
+        values |= {event.step: event.value for event in scalars}
+    return sorted(values.items())
 
 
 def outcome(config: Run) -> tuple[list[tuple[int, float]], dict[str, torch.Tensor]]:
@@ -170,6 +181,19 @@ def test_a_signal_before_the_first_step_ends_it_at_once(new_run, monkeypatch, ca
         assert run_step("train", config) == 143
     assert not list(folder(config).glob("step-*"))
     assert capfd.readouterr().err == "train: stopped. Run it again: it goes on\n"
+
+
+def test_a_stop_that_takes_too_long_is_ended(new_run, monkeypatch):
+    from pipeline.train import stop
+
+    config = new_run()
+    monkeypatch.setattr(stop, "EXIT_S", 0.5)
+    at_step(monkeypatch, 2, lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)))
+    pid = os.fork()
+    if pid == 0:
+        run_step("train", config)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
 
 
 def test_a_second_signal_ends_the_process_at_once(new_run, monkeypatch):

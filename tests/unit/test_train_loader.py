@@ -108,9 +108,9 @@ def test_the_order_is_kept_however_long_a_row_takes(tmp_path, monkeypatch, ahead
 
     monkeypatch.setattr(Rows, "load", load)
     with RowsAhead(rows, order, ahead, CPU) as loader:
-        got = list(loader)
-    assert len(got) == len(alone)
-    assert all(equal(one, two) for one, two in zip(got, alone, strict=True))
+        for got, one in zip(loader, alone, strict=True):
+            assert equal(got, one)
+            loader.give_back(got)
 
 
 def test_no_more_rows_are_read_than_may_be_ahead(tmp_path, monkeypatch):
