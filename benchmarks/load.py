@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder: Path = options.folder / f"states-{stored}"
         try:
             _write(folder, options, stored)
-            for way in WAYS:
+            for way in options.ways:
                 for cold in (False, True):
                     task = Task(folder, stored, way, cold, options.row_tokens, options.trains)
                     results.append(_apart(task))
@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shard-tokens", type=int, default=16384, help="tokens of a file (default: 16384)")
     parser.add_argument("--row-tokens", type=int, default=8192, help="tokens of a row (default: 8192)")
     parser.add_argument("--trains", type=float, default=30000, help="tokens/s of the GPU to be fed (default: 30000)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which of them (default: all)")
     parser.add_argument("--json", type=Path, help="append the figures here, one object a line")
     return parser
 

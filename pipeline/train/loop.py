@@ -174,7 +174,7 @@ class Trainer:
         steps = [(0, step) for step in range(rows.steps_in(0))]
         indices = [row for _, step in steps for row in rows.of_step(0, step, place.rank, place.world)]
         sums_3K = torch.zeros(3, self.section.ttt_steps, device=place.device)
-        bad: list[str] = []
+        bad: tuple[list[str], ...] = ([], [], [])
         with self._ahead(rows, steps, min(self.section.prefetch_rows, VALIDATION_AHEAD)) as ahead:
             for samples, row in zip(indices, ahead, strict=True):
                 self._stop_if_told(stop)
@@ -182,11 +182,11 @@ class Trainer:
                 if float((is_finite(row) & sums.isfinite().all()).float()) == 1.0:
                     sums_3K += sums
                 else:
-                    bad += named(rows, [samples], [row])
+                    new = suspects(rows, [samples], [row], [sums])
+                    bad = tuple(old + more for old, more in zip(bad, new, strict=True))
                 ahead.give_back(row)
-        bad = self._from_all(bad) if place.world > 1 else bad
-        if bad:
-            self._refuse_or_say(f"numbers that are not finite in the validation: {listed(bad)}", "left out")
+        if names := self._first_of_all(bad):
+            self._refuse_or_say(f"numbers that are not finite in the validation: {listed(names)}", "left out")
         return self._metrics(self._over_processes(sums_3K))
 
     def _ahead(self, rows: Rows, steps: list[tuple[int, int]], ahead: int) -> RowsAhead:
@@ -235,8 +235,7 @@ class Trainer:
             self.optimizer.step()
             ahead.give_back(*rows)
             return metrics, told
-        names = named(self.train_rows, indices, rows, each)
-        names = self._from_all(names) if self.place.world > 1 else names
+        names = self._first_of_all(suspects(self.train_rows, indices, rows, each))
         what = f"loss {metrics['loss']:.4g}, gradient norm {metrics['gradient_norm']:.4g}" if told.whole else "states"
         what = f"{what} not finite at step {number + 1}: {listed(names)}"
         self._refuse_or_say(what, "step skipped, weights as they were")
@@ -271,10 +270,14 @@ class Trainer:
         if number:
             raise Stopped(number)
 
-    def _from_all(self, names: list[str]) -> list[str]:
-        parts: list[list[str]] = [[] for _ in range(self.place.world)]
-        dist.all_gather_object(parts, names)
-        return [name for part in parts for name in part]
+    def _first_of_all(self, lists: tuple[list[str], ...]) -> list[str]:
+        """The first of the lists that is not empty, those of all processes put together."""
+        parts = [lists]
+        if self.place.world > 1:
+            parts = [lists for _ in range(self.place.world)]
+            dist.all_gather_object(parts, lists)
+        together = [[name for part in level for name in part] for level in zip(*parts, strict=True)]
+        return next((names for names in together if names), [])
 
     def _noise(self, row: Row, number: int, index: int) -> Tensor | None:
         if self.section.noise == 0:
@@ -334,11 +337,11 @@ def is_finite(row: Row) -> Tensor:
     return torch.stack(ends).isfinite().all()
 
 
-def named(
-    rows: Rows, indices: Sequence[list[int]], loaded: Sequence[Row], sums: Sequence[Tensor] | None = None
-) -> list[str]:
-    """The samples to look at, each with its file: those with states that are not finite; without such those of the
-    rows whose loss is not; without such all."""
+def suspects(
+    rows: Rows, indices: Sequence[list[int]], loaded: Sequence[Row], sums: Sequence[Tensor]
+) -> tuple[list[str], list[str], list[str]]:
+    """Samples to look at, each with its file: those with states that are not finite, those of rows whose loss is not,
+    all. The first of these lists that is not empty, in any process, is the one to name."""
 
     def text(index: int) -> str:
         sample_id, path = rows.reader.place(index)
@@ -350,10 +353,12 @@ def named(
         for index, (start, end) in zip(samples, row.documents, strict=False)  # an empty row has one of padding
         if not (row.aux_RLH[start:end].isfinite().all() and row.last_RH[start:end].isfinite().all())
     ]
-    if bad:
-        return bad
-    lost = [samples for samples, part in zip(indices, sums or [], strict=False) if not part.isfinite().all()]
-    return [text(index) for samples in lost or indices for index in samples]
+    lost = [samples for samples, part in zip(indices, sums, strict=True) if not part.isfinite().all()]
+    return (
+        bad,
+        [text(index) for samples in lost for index in samples],
+        [text(i) for samples in indices for i in samples],
+    )
 
 
 def listed(names: list[str]) -> str:

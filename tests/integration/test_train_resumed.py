@@ -219,7 +219,7 @@ def test_generators_go_on_where_they_were():
     import random
 
     seed_all(3, 0)
-    random.gauss(0, 1), np.random.normal(), torch.randn(1)
+    _ = random.gauss(0, 1), np.random.normal(), torch.randn(1)
     state = random_state()
     drawn = [(random.gauss(0, 1), np.random.normal(), float(torch.randn(1))) for _ in range(3)]
     seed_all(4, 1)
@@ -391,12 +391,13 @@ def test_progress_for_programs_says_what_the_curves_say(new_run, tmp_path, capfd
 
 
 def test_the_line_says_all_of_it(new_run, tmp_path):
-    from pipeline.extract.gpu_use import GpuUse
+    from pipeline.extract.gpu_use import GpuMonitor, GpuUse
     from pipeline.train.checkpoint import Progress
     from pipeline.train.report import Reporter
 
     progress = Progress(skipped=2)
     report = Reporter(new_run(tracker="none"), tmp_path, 100, progress, enabled=True)
+    report.gpus = GpuMonitor()
     report.gpus.read = lambda: [GpuUse(0, 97, 31 << 30)]
     for step, now in ((10, 100.0), (20, 110.0)):
         progress.step, progress.tokens = step, 1000 * step
