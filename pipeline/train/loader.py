@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.train.data import Row, Rows
 
 READERS = 4
-"""Threads at most. A GPU that trains 30,000 tokens/s of Kimi-K2.5 takes 1.7 GB/s; docs/performance.md: what one reads."""
+"""Threads at most. A GPU that trains 30,000 tokens/s of Kimi-K2.5 takes 1.7 GB/s of states."""
 
 
 class RowsAhead:

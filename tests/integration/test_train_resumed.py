@@ -239,7 +239,9 @@ def test_a_checkpoint_is_due_after_so_many_minutes(new_run):
 def test_training_goes_on_while_a_checkpoint_is_written(new_run, monkeypatch):
     """Which is then of the step at which it was begun, whatever the weights are by now."""
     original, steps, seen = checkpoint.Keeper._write, [], {}
-    config = new_run(validation_share=0.0)
+    alone = new_run("alone", validation_share=0.0, keep_checkpoints=100)
+    assert run_step("train", alone) == 0
+    config = new_run(validation_share=0.0, keep_checkpoints=100)
 
     def write(self, names, dtype, text, progress, generators):
         if not seen:
@@ -258,6 +260,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(new_run, monkeypatch):
     monkeypatch.setattr(loop.Trainer, "_step", step)
     assert run_step("train", config) == 0
     assert seen[2] > 2
+    for path in sorted(folder(alone).glob("step-*")):
+        there = load_file(folder(config) / path.name / "trainer/state.safetensors")
+        for name, tensor in load_file(path / "trainer/state.safetensors").items():
+            assert torch.equal(tensor, there[name]), (path.name, name)
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
