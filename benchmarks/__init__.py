@@ -1,5 +1,6 @@
 """Benchmarks: what the pipeline reaches on the machine at hand, beside what bounds it there.
 
+load.py      the command `python -m benchmarks.load`: what training can read
 extract.py   the command `python -m benchmarks.extract`: flags, phases one after the other, table, JSON
 phases.py    what each phase does and measures
 figures.py   what is made of the measurements: rates, medians, the target, the table

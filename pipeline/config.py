@@ -139,6 +139,12 @@ class VocabSection(Section):
 class TrainSection(Section):
     """Step 4: the draft itself."""
 
+    init_from: Path | None = None
+    """Begin with the weights of a draft that is there already: a folder with config.json and weights, of ours or a
+    public EAGLE-3 draft of Llama layers. Rows of words that it does not have start as the target's."""
+    init_from_unequal: Literal["stop", "warn"] = "stop"
+    """When that draft was trained on other layers, or with another rope, norm or embedding than this run has: `stop`
+    names each difference and ends, `warn` names them and trains it all the same. Other sizes always end."""
     num_layers: Count = 1
     """Decoder layers of the draft. vLLM serves EAGLE-3 drafts of one layer fastest."""
     intermediate_size: Count | None = None
@@ -159,6 +165,9 @@ class TrainSection(Section):
     """Length of a packed row in tokens. A longer sample is an error: nothing is cut here."""
     rows_per_step: Count = 1
     """Rows in one optimiser step, over all processes and accumulation together."""
+    prefetch_rows: int = Field(default=4, ge=0)
+    """Rows that each process has read, or is reading, ahead of the step. In host memory a row takes tokens_per_row
+    times the bytes of a token's states (470 MB for 8,192 tokens of Kimi-K2.5); a validation has two more. 0: none."""
     epochs: Count = 4
     """Passes over the training samples."""
     learning_rate: float = Field(default=1e-4, gt=0)
@@ -181,6 +190,14 @@ class TrainSection(Section):
     """Share of conversations held back to choose the best checkpoint."""
     checkpoint_steps: Count | None = None
     """Save and validate every so many steps. Default: at the end of each epoch."""
+    checkpoint_minutes: float | None = Field(default=None, gt=0)
+    """Save and validate when so many minutes have passed since the last time, as well."""
+    on_full_disk: Literal["stop", "continue"] = "stop"
+    """When there is no room for a checkpoint: `stop` ends training with exit code 5, `continue` says so and goes on to
+    the next one. Those that are there are kept either way."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a state, the loss or a gradient is NaN or infinite: `stop` names samples, files and step and ends training;
+    `skip` names them, leaves weights and optimiser as they were for that step, and counts it."""
     processes: Count | None = None
     """Processes on this machine, one a GPU. Default: as many as GPUs are visible, but not more than rows_per_step; one
     without a GPU. Under torchrun the number is torchrun's."""
@@ -192,6 +209,9 @@ class TrainSection(Section):
     """Matrix products in bfloat16; weights, norms, softmax and loss stay float32."""
     tracker: Literal["tensorboard", "trackio", "none"] = "tensorboard"
     """Where the curves go (checkpoints/logs)."""
+    progress_json: str | None = None
+    """A file to which progress is appended as JSON, one object a line, or `-` for stderr. docs/formats.md names the
+    keys."""
 
 
 class EvaluateSection(Section):

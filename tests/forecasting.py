@@ -38,7 +38,7 @@ def small_run(folder: Path, **train: Any) -> tuple[Run, Target]:
             "target": {"path": str(folder), "max_length": 128},
             "prepare": {"sources": ["none"]},
             "vocab": {"draft_vocab_size": 400},
-            "train": {"tokens_per_row": 256, "tracker": "none", **train},
+            "train": {"tokens_per_row": 256, "tracker": "none", "prefetch_rows": 0, **train},
         }
     )
     return config, Target(config.target)

@@ -167,7 +167,7 @@ class Progress:
             f"{counts.done_samples:,}/{counts.samples:,} samples",
             f"{scaled(counts.done_tokens)}tok",
             f"{self.tokens_per_s:,.0f} tok/s",
-            *_gpu_text(self.gpus.read() if self.gpus else []),
+            *gpu_text(self.gpus.read() if self.gpus else []),
             f"{scaled(counts.written_bytes)}B written, {scaled(self._free())}B free",
             f"{clock(self.elapsed_s)} elapsed" + (f", about {clock(self.left_s)} left" if self.left_s else ""),
         ]
@@ -231,7 +231,7 @@ class Progress:
             return 0
 
 
-def _gpu_text(used: list[GpuUse]) -> list[str]:
+def gpu_text(used: list[GpuUse]) -> list[str]:
     """`GPU 97 %, 71 GiB`, of several the mean and the fullest."""
     if not used:
         return []

@@ -19,13 +19,16 @@ from pipeline.prepare.regenerate import BATCHED_TOKENS
 from pipeline.progress import clock
 from pipeline.store.dtypes import Stored, stored_dtype
 from pipeline.target import Target
+from pipeline.train.checkpoint import snapshot_bytes
+from pipeline.train.data import row_bytes
+from pipeline.train.loop import VALIDATION_AHEAD
 
 Rows = list[tuple[str, str]]
 PUBLISHED_RATES_OF = "kimi_k25"
 """The model type that [forecast]'s default rates are of."""
 EXTRACT_SHARE = {"stream": 0.96, "speculators": 0.15}
-"""Of the prefill rate that each engine reached, a Llama of 8 B parameters on one H200, vLLM 0.16.0, 2026-11-30: 40,900 of
-42,400 tok/s, and 6,500 of 43,200."""
+"""Of the prefill rate that each engine reached, a Llama of 8 B parameters on one H200, vLLM 0.16.0, 2026-11-30: 40,900
+of 42,400 tok/s, and 6,500 of 43,200."""
 
 
 @dataclass
@@ -248,7 +251,25 @@ def _memory_rows(facts: Forecast) -> Rows:
 
 
 def _host_rows(facts: Forecast) -> Rows:
-    """What engine `stream` holds of states. Engine `speculators` holds one shard and some steps."""
+    """What engine `stream` holds of states (engine `speculators` holds one shard and some steps), and what training
+    does: rows read ahead, in all its processes, and a checkpoint that is being written."""
+    return [*_stream_rows(facts), *_training_host_rows(facts)]
+
+
+def _training_host_rows(facts: Forecast) -> Rows:
+    train, target, memory = facts.config.train, facts.target, facts.training
+    layers = len(target.aux_layers(facts.config.extract.aux_layers))
+    row = row_bytes(train.tokens_per_row, layers, target.hidden_size, target.dtype.itemsize)
+    ahead = train.prefetch_rows + min(train.prefetch_rows, VALIDATION_AHEAD)
+    rows = facts.processes * max(1, ahead) * row
+    saved = snapshot_bytes(memory.parameters, memory.trainable)
+    return [
+        ("train", _gb(rows + saved)),
+        ("", f"processes: {facts.processes}, rows ahead in each: {ahead} of {_gb(row)}; a checkpoint {_gb(saved)}"),
+    ]
+
+
+def _stream_rows(facts: Forecast) -> Rows:
     section, target = facts.config.extract, facts.target
     if section.engine != "stream":
         return []

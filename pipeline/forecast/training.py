@@ -15,7 +15,7 @@ from pipeline.config import Run
 from pipeline.forecast.ledger import Ledger
 from pipeline.target import Head, Target
 from pipeline.train.checkpoint import Progress
-from pipeline.train.data import Row
+from pipeline.train.data import Row, row_bytes
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead
@@ -86,7 +86,7 @@ class FullRows:
 
 def training_memory(config: Run, target: Target, processes: int) -> TrainingMemory:
     """Memory of one of `processes` GPUs. Takes seconds and no memory; needs the target's config.json, no weights."""
-    section = config.train.model_copy(update={"epochs": 1, "checkpoint_steps": STEPS})
+    section = config.train.model_copy(update={"epochs": 1, "checkpoint_steps": STEPS, "prefetch_rows": 0})
     words = min(config.vocab.draft_vocab_size, target.vocab_size)
     aux_layers = target.aux_layers(config.extract.aux_layers)
     with warnings.catch_warnings(), Ledger() as ledger:
@@ -106,14 +106,22 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
         ledger.mark("target", [draft.embedding_VH, *(v for v in vars(teacher).values() if isinstance(v, torch.Tensor))])
         trainer.optimizer.register_step_post_hook(lambda *_: _mark_trained(ledger, trainer))
         trainer.run(Progress(), lambda _: None, lambda *_: None)
+    next_row = _next_row_bytes(config, target, len(aux_layers))
     held, sizes = ledger.at_peak(), [p.numel() for p in draft.parameters() if p.requires_grad]
     return TrainingMemory(
         *(held.get(kind, 0) for kind in ("weights", "gradients", "optimizer", "target")),
-        activations=held.get("activations", 0) + CUBLAS_WORKSPACE_BYTES,
+        activations=held.get("activations", 0) + CUBLAS_WORKSPACE_BYTES + next_row,
         buckets=4 * sum(sizes) if processes > 1 else 0,
         parameters=sum(p.numel() for p in draft.parameters()),
         trainable=sum(sizes),
     )
+
+
+def _next_row_bytes(config: Run, target: Target, layers: int) -> int:
+    """The row that is copied to the GPU while another is computed on (pipeline.train.loader)."""
+    if config.train.prefetch_rows == 0:
+        return 0
+    return row_bytes(config.train.tokens_per_row, layers, target.hidden_size, target.dtype.itemsize)
 
 
 def _head(target: Target) -> Head:

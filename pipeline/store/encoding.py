@@ -54,12 +54,17 @@ def encode_in_place(states: torch.Tensor, stored: Stored) -> tuple[torch.Tensor,
     return numbers_RH.view(states.shape), scales
 
 
-def decode(numbers: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """States of `dtype` [..., H] from what `encode_in_place` returned. A half type rounds them once more."""
+def decode(
+    numbers: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """States of `dtype` [..., H] from what `encode_in_place` returned. A half type rounds them once more.
+
+    With `out`, contiguous and of the same shape and `dtype`, they are put there.
+    """
     if scales is None:
-        return numbers.to(dtype)
+        return numbers.to(dtype) if out is None else out.copy_(numbers)
     bytes_RH, scales_R = numbers.view(torch.int8).view(-1, numbers.shape[-1]), scales.view(-1)
-    states_RH = torch.empty(bytes_RH.shape, dtype=dtype)
+    states_RH = torch.empty(bytes_RH.shape, dtype=dtype) if out is None else out.view(bytes_RH.shape)
     bits, values = _room(bytes_RH, torch.int16), _room(bytes_RH, torch.float32)
     for block in _blocks(bytes_RH):
         # torch's own conversion takes ten times as long. The sign stays where it is, all other bits move down by one

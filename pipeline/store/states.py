@@ -17,6 +17,7 @@ holds one key, `aerie`, with JSON in it.
 """
 
 import json
+import os
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ from pipeline.store.dtypes import Stored, is_encoded, stored_dtype
 from pipeline.store.encoding import FP8, decode, encode_in_place
 from pipeline.store.manifest import Manifest, Shard, read_manifest
 from pipeline.store.samples import Sample
-from pipeline.store.tensors import Layout, header_bytes, in_file_order, write_tensors
+from pipeline.store.tensors import Layout, Place, header_bytes, in_file_order, places, write_tensors
 
 FORMAT = 1
 METADATA_KEY = "aerie"
@@ -169,6 +170,7 @@ class _Part:
     header: ShardHeader
     offsets: np.ndarray
     num_supervised: np.ndarray
+    places: dict[str, Place]
 
 
 class StatesReader:
@@ -199,10 +201,9 @@ class StatesReader:
         """Sample `index`, copied out of the file: nothing of the shard stays in memory."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
-        number = bisect_right(self._first_N, index) - 1
-        part, row = self._parts[number], index - self._first_N[number]
+        number, row = self._locate(index)
+        part, shard = self._parts[number], self._map(number)
         rows = slice(int(part.offsets[row]), int(part.offsets[row + 1]))
-        shard = self._map(number)
 
         def copy(name: str) -> torch.Tensor:
             return shard.get_slice(name)[rows].clone()
@@ -222,6 +223,48 @@ class StatesReader:
             states("last"),
         )
 
+    def place(self, index: int) -> tuple[str, Path]:
+        """The id of sample `index`, and the file that holds it: how a fault in it is told."""
+        number, row = self._locate(index)
+        part = self._parts[number]
+        return part.header.sample_ids[row], part.path
+
+    def read_into(self, index: int, aux_SLH: torch.Tensor, last_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the states of sample `index` to where they are wanted; returns its `input_ids_S` and `loss_mask_S`.
+
+        The tensors, on the CPU and contiguous, have the sample's shape and the run's dtype. States go from the kernel
+        to them without a copy between (fp8: by way of as many bytes as the file has), and several threads may read
+        at once: nothing is mapped or kept open, and neither reading nor decoding holds Python's lock. Raises
+        InputError, naming sample and file, where the file cannot be read or has become shorter (a mapped file that
+        does ends the process).
+        """
+        number, row = self._locate(index)
+        part = self._parts[number]
+        first, end = int(part.offsets[row]), int(part.offsets[row + 1])
+        assert aux_SLH.shape[0] == last_SH.shape[0] == end - first, "another length than the sample's"
+        try:
+            descriptor = os.open(part.path, os.O_RDONLY)
+            try:
+                for name, states in (("aux", aux_SLH), ("last", last_SH)):
+                    _read_states(descriptor, part, name, first, states)
+                ids = torch.empty(end - first, dtype=torch.int32)
+                mask = torch.empty(end - first, dtype=torch.bool)
+                _read_rows(descriptor, part, "input_ids", first, ids)
+                _read_rows(descriptor, part, "loss_mask", first, mask)
+            finally:
+                os.close(descriptor)
+        except (OSError, EOFError) as error:
+            raise InputError(
+                f"train: sample {part.header.sample_ids[row]} in {part.path} cannot be read ({error}). "
+                "Run verify, then extract again: it makes damaged files again"
+            ) from error
+        return ids.to(torch.int64), mask
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """The shard of sample `index`, and which of that shard's samples it is."""
+        number = bisect_right(self._first_N, index) - 1
+        return number, index - self._first_N[number]
+
     def _map(self, number: int) -> Any:
         if number not in self._mapped:
             if len(self._mapped) >= OPEN_SHARDS:
@@ -232,6 +275,35 @@ class StatesReader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": OrderedDict()}
+
+
+def _read_states(descriptor: int, part: _Part, name: str, first: int, states: torch.Tensor) -> None:
+    """Rows from `first` on of `name`'s states, decoded where they are stored as something else."""
+    stored = part.places[f"{name}_hidden_states"][1]
+    if stored == states.dtype:
+        _read_rows(descriptor, part, f"{name}_hidden_states", first, states)
+        return
+    numbers = torch.empty(states.shape, dtype=stored)
+    _read_rows(descriptor, part, f"{name}_hidden_states", first, numbers)
+    scales = None
+    if stored == FP8:
+        scales = torch.empty(states.shape[:-1], dtype=torch.float32)
+        _read_rows(descriptor, part, f"{name}_scales", first, scales)
+    decode(numbers, scales, states.dtype, out=states)
+
+
+def _read_rows(descriptor: int, part: _Part, name: str, first: int, to: torch.Tensor) -> None:
+    """Fill `to` with the rows of a tensor from `first` on. Raises EOFError where the file ends before."""
+    start, dtype = part.places[name]
+    assert dtype == to.dtype, "bytes are read as they are"
+    assert to.is_contiguous(), "bytes are read in one piece"
+    bytes_of: Any = to.view(-1).view(torch.uint8).numpy()  # numpy's types do not say that they are buffers
+    room = memoryview(bytes_of)
+    at = start + first * (to[0].numel() * to.element_size())
+    while room:
+        if not (size := os.preadv(descriptor, [room], at)):
+            raise EOFError(f"it ends {len(room):,} bytes too early")
+        room, at = room[size:], at + size
 
 
 def check_shard(folder: Path, shard: Shard, manifest: Manifest) -> None:
@@ -270,7 +342,7 @@ def _open_part(folder: Path, shard: Shard, manifest: Manifest) -> _Part:
     if not len(lengths) == len(header.sample_ids) == len(header.conversation_ids) == shard.samples:
         raise _unusable(path, "has other samples than its manifest")
     supervised = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-    return _Part(path, header, offsets, np.diff(supervised[offsets]))
+    return _Part(path, header, offsets, np.diff(supervised[offsets]), places(path))
 
 
 def _open(path: Path) -> Any:

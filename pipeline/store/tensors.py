@@ -2,7 +2,8 @@
 
 The file is written here, byte for byte as the library `safetensors` writes it (tests compare them), because extraction
 cannot do with the library's way: before 0.8 it copies all tensors first and holds Python's lock while it writes, which
-stops the model; and the checksum would take as long again, after it. Files are read by the library.
+stops the model; and the checksum would take as long again, after it. Files are read by the library; `places` is for
+who reads a part of one to where it is wanted.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -34,6 +35,9 @@ CODES = {
 }
 """safetensors' code of each type, in the order in which it puts tensors into a file: by type, then by name."""
 ORDER = list(CODES.values())
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+LENGTH_BYTES = 8
+"""A file begins with the length of its header, little-endian."""
 WRITE_BYTES = 1 << 26
 """Written at once, so that a write error is not a matter of gigabytes."""
 
@@ -56,13 +60,20 @@ class Layout:
         return cls(name, code, shape, math.prod(shape) * item_bytes)
 
 
+class Place(NamedTuple):
+    """Where a tensor's first byte lies in a file, and its type."""
+
+    start: int
+    dtype: torch.dtype
+
+
 def in_file_order(tensors: Iterable[Layout]) -> list[Layout]:
     """In the order in which a file holds them."""
     return sorted(tensors, key=lambda one: (ORDER.index(one.code), one.name))
 
 
 def header_bytes(ordered: list[Layout], metadata: tuple[str, str] | None) -> bytes:
-    """What comes before the tensors: its length (8 bytes), and JSON padded to a multiple of 8."""
+    """What comes before the tensors: its length, and JSON padded to a multiple of 8."""
     header: dict[str, object] = {"__metadata__": dict([metadata])} if metadata else {}
     end = 0
     for one in ordered:
@@ -70,7 +81,20 @@ def header_bytes(ordered: list[Layout], metadata: tuple[str, str] | None) -> byt
         header[one.name] = {"dtype": one.code, "shape": one.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def places(path: Path) -> dict[str, Place]:
+    """Of each tensor of a file whose header the library has found whole; types that we do not write are left out."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    begin = LENGTH_BYTES + length
+    return {
+        name: Place(begin + one["data_offsets"][0], DTYPES[one["dtype"]])
+        for name, one in header.items()
+        if name != "__metadata__" and one["dtype"] in DTYPES
+    }
 
 
 def write_tensors(

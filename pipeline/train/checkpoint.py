@@ -2,75 +2,133 @@
 
     step-00000232/
         config.json  model.safetensors               the draft, in the target's dtype, under vLLM's names
-        trainer/progress.json                        step, metrics
+        trainer/progress.json                        step, place in the epoch, metrics
         trainer/state.safetensors                    float32 weights and AdamW's moments
+        trainer/random.safetensors                   the processes' random number generators
     best -> step-00000232                            highest acceptance length on the validation samples
+    last -> step-00000240                            the newest
 
 vLLM loads every safetensors file of a folder, so the trainer's lie one deeper. A checkpoint appears whole, by one
-rename. The data order, the learning rate and the noise are functions
-of seed and step, so that no random state needs saving.
+rename. The data order, the learning rate and the noise are functions of seed and step.
+
+What is to be written is copied to host memory between two steps; a thread writes it while training goes on.
 """
 
 import json
 import math
 import shutil
-from dataclasses import asdict, dataclass, field
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.errors import InputError
+from pipeline.errors import NO_ROOM, InputError
 from pipeline.store import atomic_folder, write_json
 from pipeline.store.tensors import write_tensors
 from pipeline.train.draft import Draft
+from pipeline.train.randomness import State, set_random_state
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a weight; nothing of one that it has not changed yet."""
 
 
 @dataclass
 class Progress:
-    """Where a run stands: optimiser steps done, epoch and step within it, seconds and tokens so far."""
+    """Where a run stands: optimiser steps done, epoch and step within it, seconds and tokens so far.
+
+    `step` counts those that were skipped (train.on_nonfinite), too; `skipped` says how many these are.
+    """
 
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
     seconds: float = 0.0
     tokens: int = 0
+    skipped: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def save(
-    folder: Path, draft: Draft, optimizer: torch.optim.Optimizer, maps: dict[str, Tensor], progress: Progress
-) -> Path:
-    """Write `folder`/step-N atomically and return it."""
-    path = folder / f"step-{progress.step:08d}"
-    dtype = getattr(torch, str(draft.config.dtype).removeprefix("torch."))
-    with atomic_folder(path) as temporary:
-        weights = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in draft.weights().items()}
-        write_tensors(temporary / "model.safetensors", {**weights, **maps}, ("format", "pt"))
-        (temporary / "config.json").write_text(draft.config.to_json_string(use_diff=True))
-        (temporary / "trainer").mkdir()
-        write_tensors(temporary / "trainer/state.safetensors", _trainer_tensors(draft, optimizer))
-        write_json(temporary / "trainer/progress.json", asdict(progress))
-    return path
+    """Of the validation at this step; empty where there was none."""
 
 
 class Keeper:
-    """Writes checkpoints of a run, points `best` at the best one and removes old ones."""
+    """Writes checkpoints of a run, points `best` and `last` to the right ones and removes old ones.
 
-    def __init__(self, folder: Path, maps: dict[str, Tensor], keep: int):
-        self.folder, self.maps, self.keep = folder, maps, keep
+    Within a `with` block, whose end waits for what is being written. Host memory: `snapshot_bytes` at the first save,
+    kept from then on, and the draft in its own dtype while it is written.
+    """
 
-    def __call__(self, draft: Draft, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Save where the run stands. Without validation samples the newest checkpoint is the best."""
-        best = self.best_value()
-        path = save(self.folder, draft, optimizer, self.maps, progress)
-        if progress.metrics.get("acceptance_length", math.inf) >= best:
-            self._mark_best(path)
-        for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
-            if old.resolve() != (self.folder / "best").resolve():
-                shutil.rmtree(old)
+    def __init__(
+        self,
+        folder: Path,
+        maps: dict[str, Tensor],
+        keep: int,
+        *,
+        validated: bool = False,
+        on_full_disk: Literal["stop", "continue"] = "stop",
+        saved: Callable[[Path], None] = lambda _: None,
+    ):
+        self.folder, self.maps, self.keep, self.validated = folder, maps, keep, validated
+        self.on_full_disk, self.saved = on_full_disk, saved
+        self._host: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.wait(last=True)
+        elif self._thread:
+            self._thread.join()  # the fault that is under way is told, not a second one
+
+    def __call__(
+        self, draft: Draft, optimizer: torch.optim.Optimizer, progress: Progress, generators: Sequence[State] = ()
+    ) -> None:
+        """Copy where the run stands and have it written; waits for the one before, and raises what that has met.
+
+        Without validation samples the newest checkpoint is the best; with some, one that was not validated is not.
+        """
+        self.wait()
+        self._snapshot(_trainer_tensors(draft, optimizer))
+        names = list(draft.weights())
+        dtype = getattr(torch, str(draft.config.dtype).removeprefix("torch."))
+        config = draft.config.to_json_string(use_diff=True)
+        progress = replace(progress, metrics=dict(progress.metrics))
+
+        def write() -> None:
+            try:
+                self._write(names, dtype, config, progress, generators)
+            except BaseException as error:  # noqa: BLE001 (raised by wait)
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint")
+        self._thread.start()
+
+    def wait(self, *, last: bool = False) -> None:
+        """Until nothing is being written. Raises what the writing has met; a full disk only where that is to stop, or
+        at the `last` one, without which the run is not done."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is None:
+            return
+        full = isinstance(error, OSError) and error.errno in NO_ROOM
+        if full and self.on_full_disk == "continue" and not last:
+            kept = newest(self.folder)
+            print(
+                f"train: no room for a checkpoint ({error}). Training goes on, {kept.name if kept else 'none'} is kept",
+                file=sys.stderr,
+            )
+            return
+        raise error
 
     def best_value(self) -> float:
         """Acceptance length that the best checkpoint so far had on the validation samples."""
@@ -79,11 +137,46 @@ class Keeper:
             json.loads(best.read_text())["metrics"].get("acceptance_length", -math.inf) if best.is_file() else -math.inf
         )
 
-    def _mark_best(self, path: Path) -> None:
-        temporary = self.folder / ".best.tmp"
+    def _snapshot(self, tensors: dict[str, Tensor]) -> None:
+        """Copies in memory that is used again: the same tensors come each time, and fresh memory costs as much."""
+        self._host = {
+            name: self._host[name].copy_(tensor) if name in self._host else tensor.to("cpu", copy=True).contiguous()
+            for name, tensor in tensors.items()
+        }
+
+    def _write(
+        self, names: list[str], dtype: torch.dtype, config: str, progress: Progress, generators: Sequence[State]
+    ) -> None:
+        best = self.best_value()
+        path = self.folder / f"step-{progress.step:08d}"
+        with atomic_folder(path) as temporary:
+            weights = {name: self._host[f"weight/{name}"].to(dtype) for name in names}
+            write_tensors(temporary / "model.safetensors", {**weights, **self.maps}, ("format", "pt"))
+            (temporary / "config.json").write_text(config)
+            (temporary / "trainer").mkdir()
+            write_tensors(temporary / "trainer/state.safetensors", self._host)
+            states = {f"{rank}/{name}": t for rank, state in enumerate(generators) for name, t in state.items()}
+            write_tensors(temporary / "trainer/random.safetensors", states)
+            write_json(temporary / "trainer/progress.json", asdict(progress))
+        self._point("last", path)
+        length = progress.metrics.get("acceptance_length", -math.inf if self.validated else math.inf)
+        if length >= best and length > -math.inf:
+            self._point("best", path)
+        for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
+            if old.resolve() != (self.folder / "best").resolve():
+                shutil.rmtree(old)
+        self.saved(path)
+
+    def _point(self, name: str, path: Path) -> None:
+        temporary = self.folder / f".{name}.tmp"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(path.name)
-        temporary.replace(self.folder / "best")
+        temporary.replace(self.folder / name)
+
+
+def snapshot_bytes(parameters: int, trainable: int) -> int:
+    """Host memory of a Keeper while it writes: float32 weights, two moments of those that are trained, the draft."""
+    return 4 * parameters + 8 * trainable + 2 * parameters
 
 
 def newest(folder: Path) -> Path | None:
@@ -91,28 +184,41 @@ def newest(folder: Path) -> Path | None:
     return max(folder.glob("step-*"), default=None, key=lambda p: p.name)
 
 
-def restore(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -> Progress:
-    """Load weights and optimiser state in place. Raises InputError for a checkpoint of another shape."""
+def restore(path: Path, draft: Draft, optimizer: torch.optim.Optimizer, rank: int = 0) -> Progress:
+    """Load weights, optimiser state and this process's random number generators in place.
+
+    A process that had none in the run that saved (there were fewer) keeps its own. Raises InputError for a checkpoint
+    of another shape.
+    """
     try:
         tensors = load_file(path / "trainer/state.safetensors")
         progress = Progress(**json.loads((path / "trainer/progress.json").read_text()))
         with torch.no_grad():
             for name, parameter in draft.named_parameters():
                 parameter.copy_(tensors[f"weight/{name}"])
-                if not parameter.requires_grad:
+                if not parameter.requires_grad or (progress.skipped and f"step/{name}" not in tensors):
                     continue
                 optimizer.state[parameter] = {  # the fused AdamW wants its step counter beside the weights, too
-                    key: tensors[f"{key}/{name}"].to(parameter.device) for key in ("step", "exp_avg", "exp_avg_sq")
+                    key: tensors[f"{key}/{name}"].to(parameter.device) for key in MOMENTS
                 }
+        _restore_random(path / "trainer/random.safetensors", rank)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise InputError(f"train: {path} cannot be resumed ({error}). Remove it: the one before it is used") from None
     return progress
 
 
+def _restore_random(file: Path, rank: int) -> None:
+    if not file.is_file():  # of a version that saved none
+        return
+    own = {name.partition("/")[2]: t for name, t in load_file(file).items() if name.startswith(f"{rank}/")}
+    if own:
+        set_random_state(own)
+
+
 def _trainer_tensors(draft: Draft, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in draft.named_parameters():
-        tensors[f"weight/{name}"] = parameter.detach().cpu().contiguous()
+        tensors[f"weight/{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
+            tensors[f"{key}/{name}"] = value.detach()
     return tensors

@@ -83,14 +83,15 @@ class Rows:
     def __init__(self, reader: StatesReader, samples: list[int], row_length: int, seed: int, rows_per_step: int):
         self.reader, self.samples, self.row_length = reader, samples, row_length
         self.seed, self.rows_per_step = seed, rows_per_step
-        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+        self._epochs: dict[int, list[list[int]]] = {}
 
     def of_epoch(self, epoch: int) -> list[list[int]]:
         """All rows of an epoch, as sample indices."""
-        if self._epoch[0] != epoch:
-            rows = pack(self.samples, self.reader.lengths_N, self.row_length, (self.seed, epoch))
-            self._epoch = (epoch, rows)
-        return self._epoch[1]
+        if epoch not in self._epochs:
+            while len(self._epochs) > 1:  # the trainer is in one while the next one's first rows are read already
+                del self._epochs[min(self._epochs)]
+            self._epochs[epoch] = pack(self.samples, self.reader.lengths_N, self.row_length, (self.seed, epoch))
+        return self._epochs[epoch]
 
     def steps_in(self, epoch: int) -> int:
         """Optimiser steps of an epoch; the last one may hold fewer rows."""
@@ -102,37 +103,57 @@ class Rows:
         rows += [[]] * (-len(rows) % world)
         return rows[rank::world]
 
-    def load(self, row: list[int]) -> Row:
-        """Read a row's samples and lay them out."""
-        return lay_out(self.reader, row, self.row_length)
+    def load(self, row: list[int], room: Row | None = None) -> Row:
+        """Read a row's samples and lay them out, in `room` where one is given."""
+        return lay_out(self.reader, row, room or self.room())
+
+    def room(self, *, pinned: bool = False) -> Row:
+        """Memory for a row: `row_bytes` of it. `pinned`: a GPU copies from it while everything else goes on."""
+        totals = self.reader.manifest.totals
+        return empty_row(self.row_length, len(totals["aux_layers"]), totals["hidden_size"], totals["dtype"], pinned)
 
 
-def lay_out(reader: StatesReader, samples: list[int], length: int) -> Row:
-    """Read samples and put them one after the other into a row of `length` tokens."""
-    totals = reader.manifest.totals
-    layers, hidden, dtype = len(totals["aux_layers"]), totals["hidden_size"], getattr(torch, totals["dtype"])
-    row = Row(
-        torch.zeros(length, dtype=torch.long),
-        torch.zeros(length, dtype=torch.long),
-        torch.full((length,), PADDING),
-        torch.zeros(length, dtype=torch.bool),
-        torch.zeros(length, layers, hidden, dtype=dtype),
-        torch.zeros(length, hidden, dtype=dtype),
+def empty_row(tokens: int, layers: int, hidden: int, dtype: str, pinned: bool = False) -> Row:
+    """A row of `tokens` with nothing in it yet, not even zeros."""
+
+    def empty(*shape: int, of: torch.dtype = torch.long) -> Tensor:
+        return torch.empty(shape, dtype=of, pin_memory=pinned)
+
+    states = getattr(torch, dtype)
+    return Row(
+        empty(tokens),
+        empty(tokens),
+        empty(tokens),
+        empty(tokens, of=torch.bool),
+        empty(tokens, layers, hidden, of=states),
+        empty(tokens, hidden, of=states),
         [],
     )
+
+
+def row_bytes(tokens: int, layers: int, hidden: int, item_bytes: int) -> int:
+    """What a row takes: states of `item_bytes` a number, and 25 bytes a token for ids, positions, documents, mask."""
+    return tokens * ((layers + 1) * hidden * item_bytes + 3 * 8 + 1)
+
+
+def lay_out(reader: StatesReader, samples: list[int], room: Row) -> Row:
+    """Read samples into `room`, one after the other, the rest padding. Raises InputError, naming sample and file."""
+    row = Row(**{**vars(room), "documents": []})
     start = 0
     for number, index in enumerate(samples):
-        sample = reader.read(index)
-        size = len(sample.input_ids_S)
+        size = int(reader.lengths_N[index])
         place = slice(start, start + size)
-        row.tokens_R[place] = sample.input_ids_S
+        input_ids_S, loss_mask_S = reader.read_into(index, row.aux_RLH[place], row.last_RH[place])
+        row.tokens_R[place] = input_ids_S
         row.positions_R[place] = torch.arange(size)
         row.document_R[place] = number
-        row.supervised_R[start : start + size - 1] = sample.loss_mask_S[1:]
-        row.aux_RLH[place] = sample.aux_states_SLH
-        row.last_RH[place] = sample.last_states_SH
+        row.supervised_R[start : start + size - 1] = loss_mask_S[1:]
+        row.supervised_R[start + size - 1] = False
         row.documents.append((start, start + size))
         start += size
+    for values in (row.tokens_R, row.positions_R, row.supervised_R, row.aux_RLH, row.last_RH):
+        values[start:] = 0
+    row.document_R[start:] = PADDING
     if not samples:  # attention needs a document: one token of padding, in which nothing is supervised
         row.documents.append((0, 1))
     return row

@@ -24,14 +24,15 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from tqdm import tqdm
 
 from pipeline.config import Run, TrainSection
-from pipeline.errors import NO_ROOM, ConfigError, UserError
+from pipeline.errors import NO_ROOM, ConfigError, Stopped, UserError
+from pipeline.train.stop import EXIT_S, say
 
 HOST = "127.0.0.1"
-GRACE_S = 10.0
-"""A process that has been told to end and has not is killed after so long. Checkpoints are whole either way."""
+GRACE_S = EXIT_S + 1
+"""After a signal: processes that have not saved and ended by then are killed. Checkpoints are whole either way."""
 POLL_S = 0.2
 """The longest time from a signal to what is done about it."""
-OUR_SIGNALS = (-signal.SIGTERM, -signal.SIGKILL)
+TOLD_TO_END = (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of a process that was told to end."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that the kernel sends to a process when its parent ends."""
@@ -62,7 +63,8 @@ def launch(count: int, task: Callable[[str], None], argument: str) -> None:
     """Run `task(argument)` in `count` processes and wait for them. The first that fails, or a signal, stops all.
 
     Raises what the first one to fail raised where that is a user's fault or a full disk; a crash is printed with its
-    traceback and ends this process with exit code 1. SIGINT raises KeyboardInterrupt; SIGTERM ends this process.
+    traceback and ends this process with exit code 1. SIGINT and SIGTERM raise Stopped when all have ended by
+    themselves, or were killed: after a second signal at once, else after GRACE_S.
     """
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with _Signals() as signals:
@@ -75,13 +77,12 @@ def launch(count: int, task: Callable[[str], None], argument: str) -> None:
             workers += (_Worker(rank, count, store.port, task, argument) for rank in range(count))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             _wait(workers, signals)
+            if signals.received:
+                _let_end(workers, signals)
         finally:
             _stop(workers)
-    if signals.received == signal.SIGINT:
-        raise KeyboardInterrupt
-    if signals.received:
-        os.kill(os.getpid(), signals.received)
-        sys.exit(128 + signals.received)  # the first process of a container gets no signal that it does not handle
+    if signals.received and any(worker.process.exitcode for worker in workers):
+        raise Stopped(signals.received)
     if faults := [worker.fault for worker in workers if worker.fault]:
         first = min(faults, key=_Fault.precedence)
         if first.error:
@@ -140,7 +141,7 @@ class _Worker:
                 self.fault = self.reports.recv()
             except EOFError:
                 self.reports.close()
-        if self.fault is None and (code := self.process.exitcode) and not (self.stopped and code in OUR_SIGNALS):
+        if self.fault is None and (code := self.process.exitcode) and not (self.stopped and code in TOLD_TO_END):
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             killed = code == -signal.SIGKILL
             text = f"train: process {self.rank + 1} of {self.count} {how}{' (out of memory?)' if killed else ''}"
@@ -152,6 +153,7 @@ class _Signals:
 
     def __init__(self):
         self.received: int = 0
+        self.again = False
 
     def __enter__(self) -> "_Signals":
         old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -165,6 +167,7 @@ class _Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.again = bool(self.received)
         self.received = self.received or number
 
 
@@ -180,18 +183,30 @@ def _wait(workers: list[_Worker], signals: _Signals) -> None:
         running = [worker for worker in running if worker.process.exitcode is None]
 
 
-def _stop(workers: list[_Worker]) -> None:
-    """End what still runs; take the reports of those that failed meanwhile, which may have been the first."""
+def _let_end(workers: list[_Worker], signals: _Signals) -> None:
+    """Tell all to end, and wait until they have, or a second signal comes, or the time is over."""
+    say()
     for worker in workers:
-        worker.look()
         worker.stopped = True
         worker.process.terminate()
     deadline = time.monotonic() + GRACE_S
+    while not signals.again and time.monotonic() < deadline:
+        if not (running := [worker for worker in workers if worker.process.exitcode is None]):
+            return
+        connection.wait([worker.process.sentinel for worker in running], timeout=POLL_S)
+
+
+def _stop(workers: list[_Worker]) -> None:
+    """End what still runs; take the reports of those that failed meanwhile, which may have been the first.
+
+    Killed, not told: one that waits for another in a collective operation hears nothing.
+    """
     for worker in workers:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-        if worker.process.exitcode is None:
-            worker.process.kill()
-            worker.process.join()
+        worker.look()
+        worker.stopped = True
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join()
         worker.look()
 
 
@@ -212,6 +227,10 @@ def _work(
     tqdm.set_lock(threading.RLock())
     try:
         task(argument)
+    except Stopped as stopped:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(stopped.exit_code)  # the parent says so
     except Exception as error:  # noqa: BLE001 (the parent raises or prints it)
         full = isinstance(error, OSError) and error.errno in NO_ROOM
         told = error if isinstance(error, UserError) or full else None

@@ -1,23 +1,32 @@
 """The training loop: one process or several, the same losses either way."""
 
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from pipeline.config import TrainSection
-from pipeline.errors import InputError
+from pipeline.errors import InputError, Stopped
 from pipeline.train.checkpoint import Progress
 from pipeline.train.data import Row, Rows
 from pipeline.train.draft import Draft
+from pipeline.train.loader import RowsAhead
 from pipeline.train.loss import StepSums, TargetHead, supervised_at, unroll
+from pipeline.train.stop import NUMBERS, StopSignals
 
+ADVICE = "Lower train.learning_rate, look at these samples, or set train.on_nonfinite to skip"
+NAMES = 4
+"""Samples that are named in a line."""
+VALIDATION_AHEAD = 2
+"""Rows that are read ahead for a validation, while those of the training wait in memory."""
 ReportFunction = Callable[[str, dict[str, float], Progress], None]
 
 
@@ -33,6 +42,21 @@ class Place:
     def first(self) -> bool:
         """The one process that writes and prints."""
         return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all processes know alike after a step."""
+
+    tokens: int
+    """Of all processes' rows."""
+    whole: bool
+    """Whether all states that were read are finite."""
+    signal: int = 0
+    """The one that any of them got; 0: none."""
+    time_is_due: bool = False
+    """For a checkpoint, by train.checkpoint_minutes."""
+    skipped: bool = False
 
 
 class Unrolled(torch.nn.Module):
@@ -72,36 +96,104 @@ class Trainer:
             DistributedDataParallel(self.module, broadcast_buffers=False) if place.world > 1 else self.module
         )
         self.total_steps = sum(train_rows.steps_in(epoch) for epoch in range(section.epochs))
+        self.saved_s = time.monotonic()
+        """When the last checkpoint was begun, or the run."""
         self.weights_K = section.ttt_decay ** torch.arange(section.ttt_steps, device=place.device)
 
-    def run(self, progress: Progress, save: Callable[[Progress], None], report: ReportFunction) -> None:
-        """Go on from `progress` to the last step. `save` is called where a checkpoint is due."""
-        for epoch, step in self._remaining(progress):
-            begun = time.monotonic()
-            learning_rate = self._set_learning_rate(progress.step)
-            metrics, tokens = self._step(epoch, step, progress.step)
-            last_of_epoch = step + 1 == self.train_rows.steps_in(epoch)
-            progress.step += 1
-            progress.epoch, progress.step_in_epoch = (epoch + 1, 0) if last_of_epoch else (epoch, step + 1)
-            progress.seconds += time.monotonic() - begun
-            progress.tokens += tokens
-            report("train", {**metrics, "learning_rate": learning_rate}, progress)
-            if self._checkpoint_due(progress.step, last_of_epoch):
-                progress.metrics = self.validate()
-                report("validation", progress.metrics, progress)
-                save(progress)
+    def run(
+        self,
+        progress: Progress,
+        save: Callable[[Progress], None],
+        report: ReportFunction,
+        stop: StopSignals | None = None,
+    ) -> None:
+        """Go on from `progress` to the last step. `save` is called, by all processes, where a checkpoint is due.
+
+        Raises Stopped after a signal that any of the processes got: when the step in hand is done and `save` was
+        called. Raises InputError for numbers that are not finite, as train.on_nonfinite says.
+        """
+        stop = stop or StopSignals()
+        steps = list(self._remaining(progress))
+        unvalidated = self.validation_rows is not None and progress.step > 0 and not progress.metrics
+        if unvalidated and self._checkpoint_due(progress.step, progress.step_in_epoch == 0):
+            self._validate_and_save(progress, save, report, stop)  # a signal came where this was due
+        progress.metrics, self.saved_s = {}, time.monotonic()
+        with self._ahead(self.train_rows, steps, self.section.prefetch_rows) as rows, stop.steps_in_hand():
+            for epoch, step in steps:
+                told = self._one(epoch, step, progress, rows, report, stop)
+                if told.signal and progress.step < self.total_steps:
+                    save(progress)
+                    raise Stopped(told.signal)
+                if told.time_is_due or self._checkpoint_due(progress.step, progress.step_in_epoch == 0):
+                    self._validate_and_save(progress, save, report, stop)
+        if progress.skipped and progress.skipped == progress.step:
+            raise InputError(f"train: all {progress.step:,} steps were skipped: none had finite numbers. {ADVICE}")
+
+    def _validate_and_save(
+        self, progress: Progress, save: Callable[[Progress], None], report: ReportFunction, stop: StopSignals
+    ) -> None:
+        """After a signal the validation, which may take minutes, is left to the run that goes on."""
+        try:
+            progress.metrics = self.validate(stop)
+        except Stopped:
+            save(progress)
+            raise
+        report("validation", progress.metrics, progress)
+        save(progress)
+        progress.metrics, self.saved_s = {}, time.monotonic()
+
+    def _one(
+        self, epoch: int, step: int, progress: Progress, rows: RowsAhead, report: ReportFunction, stop: StopSignals
+    ) -> "Told":
+        """One step, with what is counted and shown of it."""
+        learning_rate = self._set_learning_rate(progress.step)
+        waited_s, begun = rows.waited_s, time.monotonic()
+        metrics, told = self._step(epoch, step, progress.step, rows, stop)
+        last_of_epoch = step + 1 == self.train_rows.steps_in(epoch)
+        progress.step += 1
+        progress.skipped += told.skipped
+        progress.epoch, progress.step_in_epoch = (epoch + 1, 0) if last_of_epoch else (epoch, step + 1)
+        progress.tokens += told.tokens
+        progress.seconds += time.monotonic() - begun
+        counted = {"learning_rate": learning_rate, "waited_s": rows.waited_s - waited_s}
+        if self.section.on_nonfinite == "skip":
+            counted["skipped_steps"] = progress.skipped
+        report("train", {**metrics, **counted}, progress)
+        return told
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Loss and simulated acceptance on the validation rows, exact against the target's own choice."""
+    def validate(self, stop: StopSignals | None = None) -> dict[str, float]:
+        """Loss and simulated acceptance on the validation rows, exact against the target's own choice.
+
+        A row that is not finite is an error, or left out and told, as train.on_nonfinite says. Raises Stopped, in all
+        processes at the same row, when one of them got a signal.
+        """
         if self.validation_rows is None:
             return {}
-        sums_3K = torch.zeros(3, self.section.ttt_steps, device=self.place.device)
-        rows = self.validation_rows
-        for step in range(rows.steps_in(0)):
-            for row in rows.of_step(0, step, self.place.rank, self.place.world):
-                sums_3K += _stacked(self.module(rows.load(row).to(self.place.device), None, True))
+        rows, place = self.validation_rows, self.place
+        steps = [(0, step) for step in range(rows.steps_in(0))]
+        indices = [row for _, step in steps for row in rows.of_step(0, step, place.rank, place.world)]
+        sums_3K = torch.zeros(3, self.section.ttt_steps, device=place.device)
+        bad: tuple[list[str], ...] = ([], [], [])
+        with self._ahead(rows, steps, min(self.section.prefetch_rows, VALIDATION_AHEAD)) as ahead:
+            for samples, row in zip(indices, ahead, strict=True):
+                self._stop_if_told(stop)
+                sums = _stacked(self.module(row, None, True))
+                if float((is_finite(row) & sums.isfinite().all()).float()) == 1.0:
+                    sums_3K += sums
+                else:
+                    new = suspects(rows, [samples], [row], [sums])
+                    bad = tuple(old + more for old, more in zip(bad, new, strict=True))
+                ahead.give_back(row)
+        if names := self._first_of_all(bad):
+            self._refuse_or_say(f"numbers that are not finite in the validation: {listed(names)}", "left out")
         return self._metrics(self._over_processes(sums_3K))
+
+    def _ahead(self, rows: Rows, steps: list[tuple[int, int]], ahead: int) -> RowsAhead:
+        """This process's rows of the steps, in their order."""
+        place = self.place
+        order = (row for epoch, step in steps for row in rows.of_step(epoch, step, place.rank, place.world))
+        return RowsAhead(rows, order, ahead, place.device)
 
     def _remaining(self, progress: Progress) -> Iterator[tuple[int, int]]:
         for epoch in range(progress.epoch, self.section.epochs):
@@ -113,13 +205,18 @@ class Trainer:
         every = self.section.checkpoint_steps
         return step == self.total_steps or (last_of_epoch if every is None else step % every == 0)
 
-    def _step(self, epoch: int, step: int, number: int) -> tuple[dict[str, float], int]:
-        """One optimiser step. Loss and gradient are means over the supervised tokens of *all* processes' rows."""
+    def _step(
+        self, epoch: int, step: int, number: int, ahead: RowsAhead, stop: StopSignals
+    ) -> "tuple[dict[str, float], Told]":
+        """One optimiser step. Loss and gradient are means over the supervised tokens of *all* processes' rows.
+
+        A loss, gradient or state that is not finite leaves weights and optimiser as they were: an error, or skipped.
+        """
         indices = self.train_rows.of_step(epoch, step, self.place.rank, self.place.world)
-        rows = [self.train_rows.load(row).to(self.place.device) for row in indices]
+        rows = [next(ahead) for _ in indices]
         count_K = self._over_processes(torch.stack([_supervised_counts(row, self.section) for row in rows]).sum(0))
         self.optimizer.zero_grad(set_to_none=True)
-        sums_3K = torch.zeros(3, self.section.ttt_steps, device=self.place.device)
+        each: list[Tensor] = []
         for i, row in enumerate(rows):
             parallel, last = self.parallel, i + 1 == len(rows)
             with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
@@ -127,19 +224,60 @@ class Trainer:
                 # DistributedDataParallel takes the mean over processes, the loss is a sum over them
                 loss = (self.weights_K * sums.loss / count_K.clamp(min=1)).sum() * self.place.world
                 loss.backward()
-            sums_3K += _stacked(sums)
+            each.append(_stacked(sums))
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.section.clip_norm)
-        metrics = self._metrics(self._over_processes(sums_3K)) | {"gradient_norm": float(norm)}
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient_norm"])):
-            names = [self.train_rows.reader.sample_ids[i] for row in indices for i in row]
-            raise InputError(
-                f"train: loss {metrics['loss']}, gradient norm {metrics['gradient_norm']} at step {number}, "
-                f"samples {', '.join(names[:4])}. Lower train.learning_rate or look at these samples"
-            )
-        self.optimizer.step()
         lengths_N = self.train_rows.reader.lengths_N
         tokens = sum(int(lengths_N[i]) for row in indices for i in row)
-        return metrics, int(self._over_processes(torch.tensor([tokens])))
+        whole = torch.stack([is_finite(row) for row in rows]).all()
+        sums_3K, told = self._agreed(torch.stack(each).sum(0), tokens, whole, stop)
+        metrics = self._metrics(sums_3K) | {"gradient_norm": float(norm)}
+        if told.whole and math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient_norm"]):
+            self.optimizer.step()
+            ahead.give_back(*rows)
+            return metrics, told
+        names = self._first_of_all(suspects(self.train_rows, indices, rows, each))
+        what = f"loss {metrics['loss']:.4g}, gradient norm {metrics['gradient_norm']:.4g}" if told.whole else "states"
+        what = f"{what} not finite at step {number + 1}: {listed(names)}"
+        self._refuse_or_say(what, "step skipped, weights as they were")
+        return {}, replace(told, skipped=True)
+
+    def _refuse_or_say(self, what: str, done: str) -> None:
+        if self.section.on_nonfinite == "stop":
+            raise InputError(f"train: {what}. {ADVICE}")
+        if self.place.first:
+            tqdm.write(f"train  {what}; {done}", file=sys.stderr)
+
+    def _agreed(self, sums_3K: Tensor, tokens: int, whole: Tensor, stop: StopSignals) -> "tuple[Tensor, Told]":
+        """What all processes must know alike, in one exchange: sums, tokens, whether to stop or save."""
+        every_s = math.inf if self.section.checkpoint_minutes is None else 60 * self.section.checkpoint_minutes
+        due = self.place.first and time.monotonic() - self.saved_s >= every_s
+        if self.place.world == 1:
+            return sums_3K, Told(tokens, float(whole.float()) == 1.0, stop.received, due)
+        own = torch.tensor([tokens, due, *(stop.received == number for number in NUMBERS)], dtype=torch.float64)
+        flat = torch.cat([sums_3K.double().flatten(), whole.double()[None], own.to(sums_3K.device)])
+        dist.all_reduce(flat)
+        *_, finite, tokens_in_all, time_is_due, sigint, sigterm = flat.tolist()
+        number = NUMBERS[1] if sigterm else NUMBERS[0] if sigint else 0
+        told = Told(int(tokens_in_all), finite == self.place.world, number, bool(time_is_due))
+        return flat[: sums_3K.numel()].view(sums_3K.shape), told
+
+    def _stop_if_told(self, stop: StopSignals | None) -> None:
+        number = stop.received if stop else 0
+        if self.place.world > 1:
+            told = torch.tensor([number], device=self.place.device)
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+            number = int(told)
+        if number:
+            raise Stopped(number)
+
+    def _first_of_all(self, lists: tuple[list[str], ...]) -> list[str]:
+        """The first of the lists that is not empty, those of all processes put together."""
+        parts = [lists]
+        if self.place.world > 1:
+            parts = [lists for _ in range(self.place.world)]
+            dist.all_gather_object(parts, lists)
+        together = [[name for part in level for name in part] for level in zip(*parts, strict=True)]
+        return next((names for names in together if names), [])
 
     def _noise(self, row: Row, number: int, index: int) -> Tensor | None:
         if self.section.noise == 0:
@@ -191,6 +329,42 @@ def _optimizer(draft: Draft, section: TrainSection) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=section.learning_rate, betas=section.betas, fused=True)
+
+
+def is_finite(row: Row) -> Tensor:
+    """Whether all states of a row are: one bool, on its device. In one pass and without memory for another copy."""
+    ends = [*torch.aminmax(row.aux_RLH), *torch.aminmax(row.last_RH)]  # both pass NaN on
+    return torch.stack(ends).isfinite().all()
+
+
+def suspects(
+    rows: Rows, indices: Sequence[list[int]], loaded: Sequence[Row], sums: Sequence[Tensor]
+) -> tuple[list[str], list[str], list[str]]:
+    """Samples to look at, each with its file: those with states that are not finite, those of rows whose loss is not,
+    all. The first of these lists that is not empty, in any process, is the one to name."""
+
+    def text(index: int) -> str:
+        sample_id, path = rows.reader.place(index)
+        return f"{sample_id} in {path.name}"
+
+    bad = [
+        text(index)
+        for samples, row in zip(indices, loaded, strict=True)
+        for index, (start, end) in zip(samples, row.documents, strict=False)  # an empty row has one of padding
+        if not (row.aux_RLH[start:end].isfinite().all() and row.last_RH[start:end].isfinite().all())
+    ]
+    lost = [samples for samples, part in zip(indices, sums, strict=True) if not part.isfinite().all()]
+    return (
+        bad,
+        [text(index) for samples in lost for index in samples],
+        [text(i) for samples in indices for i in samples],
+    )
+
+
+def listed(names: list[str]) -> str:
+    """`samples a in shard-1, b in shard-2 and 3 more`."""
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return f"sample{'s' if len(names) > 1 else ''} {', '.join(names[:NAMES])}{more}"
 
 
 def _supervised_counts(row: Row, section: TrainSection) -> Tensor:

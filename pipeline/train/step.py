@@ -11,21 +11,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import Run
-from pipeline.errors import ConfigError, InputError, UserError
+from pipeline.errors import ConfigError, InputError, Stopped, UserError
 from pipeline.store import Shard, claim, exclusive, finish, release, require_space
 from pipeline.store.states import StatesReader
 from pipeline.target import Target
 from pipeline.train.checkpoint import Keeper, Progress, newest, restore
 from pipeline.train.data import Rows, split_by_conversation
 from pipeline.train.draft import Draft, draft_config
+from pipeline.train.init_from import begin_from, fingerprint
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead
+from pipeline.train.randomness import gathered, seed_all
 from pipeline.train.report import Reporter
+from pipeline.train.stop import StopSignals
 from pipeline.vocab import load_map
 
 FORMAT = 2
 """Raised when equal inputs no longer give equal bytes."""
-WITHOUT_EFFECT_ON_BYTES = {"tracker", "processes", "threads", "keep_checkpoints"}
+WITHOUT_EFFECT_ON_BYTES = {
+    "tracker", "progress_json", "processes", "threads", "prefetch_rows", "keep_checkpoints", "checkpoint_minutes",
+    "on_full_disk", "on_nonfinite", "init_from", "init_from_unequal",
+}  # fmt: skip
+"""Keys that a run may go on with another value of. A run that stopped at numbers that are not finite may skip them from
+there on; of the draft that it began from the content counts, not the place."""
 
 
 def run(config: Run) -> None:
@@ -34,6 +42,7 @@ def run(config: Run) -> None:
     Raises MismatchError for checkpoints of other settings, InputError for unfinished predecessors.
     """
     with ExitStack() as stack:
+        stop = stack.enter_context(StopSignals(alone=int(os.environ.get("WORLD_SIZE", "1")) == 1))
         place = stack.enter_context(_processes(config.train.threads))
         folder = config.folder("checkpoints")
         target, reader = Target(config.target), StatesReader(config.folder("hidden"))
@@ -48,7 +57,7 @@ def run(config: Run) -> None:
         if finished:
             return
         try:
-            totals = _train(config, place, target, reader, maps, folder)
+            totals = _train(config, place, target, reader, maps, folder, stop)
         except UserError:
             if place.first and newest(folder) is None:
                 release(folder)  # settings that did not work claim no folder
@@ -62,7 +71,13 @@ def run(config: Run) -> None:
 
 
 def _train(
-    config: Run, place: Place, target: Target, reader: StatesReader, maps: tuple[Tensor, Tensor], folder: Path
+    config: Run,
+    place: Place,
+    target: Target,
+    reader: StatesReader,
+    maps: tuple[Tensor, Tensor],
+    folder: Path,
+    stop: StopSignals,
 ) -> dict[str, Any]:
     section, (d2t_D, t2d_V) = config.train, maps
     if place.first and section.rows_per_step % place.world:
@@ -77,6 +92,10 @@ def _train(
     kept_D = d2t_D + torch.arange(len(d2t_D))
     draft = Draft(draft_config(target, section, reader.manifest.totals["aux_layers"], len(d2t_D)), head.embedding_VH)
     draft.initialise(config.seed, head.norm_H, head.lm_head_VH[kept_D])
+    if section.init_from and newest(folder) is None:
+        said = begin_from(draft, section.init_from, kept_D, target.aux_layers(None), section.init_from_unequal)
+        if place.first:
+            print("\n".join(said), file=sys.stderr)
     draft.to(place.device)
     size = sum(parameter.numel() for parameter in draft.parameters())
     if place.first:
@@ -89,18 +108,37 @@ def _train(
     trainer = Trainer(
         draft, head_of_target, rows(train), rows(validation) if validation else None, section, place, config.seed
     )
+    seed_all(config.seed, place.rank)
     start = newest(folder)
-    progress = restore(start, draft, trainer.optimizer) if start else Progress()
+    progress = restore(start, draft, trainer.optimizer, place.rank) if start else Progress()
     full_vocabulary = len(d2t_D) == len(t2d_V)  # vLLM refuses a mapping where there is nothing to map
-    keeper = Keeper(folder, {} if full_vocabulary else {"d2t": d2t_D, "t2d": t2d_V}, section.keep_checkpoints)
-    with Reporter(config, folder, trainer.total_steps, progress, enabled=place.first) as report:
+    keeper = Keeper(
+        folder,
+        {} if full_vocabulary else {"d2t": d2t_D, "t2d": t2d_V},
+        section.keep_checkpoints,
+        validated=bool(validation),
+        on_full_disk=section.on_full_disk,
+    )
+
+    def save(now: Progress) -> None:
+        generators = gathered(place.world)
+        if place.first:
+            keeper(draft, trainer.optimizer, now, generators)
+
+    with Reporter(config, folder, trainer.total_steps, progress, enabled=place.first) as report, keeper:
+        keeper.saved = report.saved
         report.begin(len(train), len(validation), size)
-        trainer.run(progress, lambda p: keeper(draft, trainer.optimizer, p) if place.first else None, report)
+        try:
+            trainer.run(progress, save, report, stop)
+        except Stopped:
+            keeper.wait()
+            raise
     return {
         "acceptance_length": keeper.best_value() if place.first and validation else None,
         "steps": progress.step,
         "tokens_per_second": progress.tokens / max(progress.seconds, 1e-9),
         "seconds": progress.seconds,
+        "skipped_steps": progress.skipped,
         "train_samples": len(train),
         "validation_samples": len(validation),
         "parameters": size,
@@ -112,6 +150,7 @@ def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:
 
     section = config.train.model_dump(mode="json", exclude=WITHOUT_EFFECT_ON_BYTES)
     vocab = read_manifest(config.folder("vocab"), "vocab")
+    begun = {"init_from": fingerprint(config.train.init_from)} if config.train.init_from else {}
     return {
         "format": FORMAT,
         "hidden": reader.manifest.run_key,
@@ -119,6 +158,7 @@ def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:
         "seed": config.seed,
         "dtype": config.target.dtype,
         **section,
+        **begun,
     }
 
 
@@ -151,6 +191,7 @@ class _processes:  # noqa: N801 (used as a function)
         device = torch.device("cuda", local) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
+            torch.set_num_threads(self.threads or 1)  # those that read rows decode them, each by itself
         else:
             torch.set_num_threads(self.threads or max(1, len(os.sched_getaffinity(0)) // local_world))
         if world > 1:
@@ -159,7 +200,7 @@ class _processes:  # noqa: N801 (used as a function)
         return Place(rank, world, device)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if self.made_group and error is None:
+        if self.made_group and (error is None or issubclass(error, Stopped)):  # all stop at the same step
             dist.destroy_process_group()
 
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from pipeline import vocab
 from pipeline.config import Run, load
-from pipeline.store import claim, read_manifest
+from pipeline.store import Shard, claim, read_manifest
+from pipeline.train.data import split_by_conversation
 from tests.models import Reference
 from tests.training import greedy_answers, make_hidden, write_config
 
@@ -105,9 +106,23 @@ def test_torchrun_starts_it_too_also_with_fewer_rows_than_processes(tmp_path, ll
         torch.testing.assert_close(best_weights(configs[1])[key], tensor, rtol=1e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_two_processes_stopped_by_a_signal_go_on(tmp_path, llama_folder, answers, number, code):
-    path, config = prepared_run(tmp_path, llama_folder, answers, checkpoint_steps=2)
+@pytest.fixture(scope="module")
+def two_undisturbed(tmp_path_factory, llama_folder, answers) -> Run:
+    path, config = prepared_run(tmp_path_factory.mktemp("two"), llama_folder, answers, **STOPPED)
+    assert train(path, *TWO).returncode == 0
+    return config
+
+
+STOPPED = {"checkpoint_steps": 2, "tracker": "tensorboard", "noise": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_two_processes_stopped_at_any_step_go_on_to_the_same_end(
+    tmp_path, llama_folder, answers, two_undisturbed, number, code
+):
+    path, config = prepared_run(tmp_path, llama_folder, answers, **STOPPED)
     takes_ctrl_c = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     start = f"import sys; {takes_ctrl_c}; from pipeline.__main__ import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen([sys.executable, "-c", start, *command(path, *TWO)[3:]], stderr=-1, text=True)
@@ -115,11 +130,16 @@ def test_two_processes_stopped_by_a_signal_go_on(tmp_path, llama_folder, answers
     process.send_signal(number)
     said = process.communicate(timeout=30)[1]
     assert process.returncode == code
-    assert said.count("train: stopped. Run it again") == (number == signal.SIGINT)
+    assert said.count("train: stops when the step in hand is done") == (code > 0)
+    assert said.count("train: stopped. Run it again") == (code > 0)
     assert "Traceback" not in said
     assert "Warning" not in said
     done = train(path, *TWO)
     assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("loss", "gradient_norm"):
+        assert curve(config, name) == curve(two_undisturbed, name)
+    for name, tensor in best_weights(two_undisturbed).items():
+        assert torch.equal(best_weights(config)[name], tensor), name
 
 
 @pytest.mark.parametrize(
@@ -230,25 +250,35 @@ def test_a_second_process_is_refused_while_one_trains(tmp_path, llama_folder, an
     assert f"being written by process {os.getpid()}" in done.stderr
 
 
-def test_a_state_that_is_not_finite_is_named(tmp_path, llama_folder, answers):
-    """A NaN in a captured state made every weight NaN, silently."""
-    from pipeline.errors import InputError
-    from pipeline.train import data, step
+def test_two_processes_skip_the_same_step(tmp_path, llama_folder, answers):
+    """One of them has the state that is not finite; weights stay equal, and only that step is left out."""
+    from pipeline.store import finish
+    from pipeline.store.states import StatesReader
 
-    _, config = prepared_run(tmp_path, llama_folder, answers)
-    original = data.StatesReader.read
+    path, config = prepared_run(tmp_path, llama_folder, answers, epochs=1, on_nonfinite="skip", tracker="tensorboard")
+    folder = config.folder("hidden")
+    reader = StatesReader(folder)
+    sample = split_by_conversation(reader.conversation_ids, config.train.validation_share, config.seed)[0][3]
+    spoil(reader, sample)
+    manifest = reader.manifest
+    shards = [Shard.describe(folder / s.file, s.samples, s.tokens) for s in manifest.shards]
+    finish(folder, "extract", manifest.inputs, shards, manifest.totals)
+    done = train(path, *TWO)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count(f"sample s{sample} in shard-00000.safetensors; step skipped") == 1
+    totals = read_manifest(config.folder("checkpoints"), "train").totals
+    assert totals["skipped_steps"] == 1
+    assert len(curve(config, "loss")) == totals["steps"] - 1
 
-    def read(self, index):
-        sample = original(self, index)
-        sample.aux_states_SLH[0, 0, 0] = float("nan")
-        return sample
 
-    data.StatesReader.read = read
-    try:
-        with pytest.raises(InputError, match=r"loss nan.*samples s\d"):
-            step.run(config)
-    finally:
-        data.StatesReader.read = original
+def spoil(reader, sample: int) -> None:
+    """A NaN in the file, in the first aux state of the sample."""
+    part = reader._parts[0]
+    start, dtype = part.places["aux_hidden_states"]
+    row = 3 * reader.manifest.totals["hidden_size"] * dtype.itemsize
+    with part.path.open("r+b") as file:
+        file.seek(start + int(part.offsets[sample]) * row)
+        file.write(np.float32("nan").tobytes())
 
 
 def test_a_full_disk_during_a_save_is_told_in_a_line_and_leaves_nothing(tmp_path, llama_folder, answers, monkeypatch):

@@ -49,6 +49,7 @@ def test_best_is_the_one_accepted_most_and_the_newest_are_kept(tmp_path: Path, d
     keeper = Keeper(tmp_path, {}, keep=2)
     for step, length in enumerate([1.2, 1.5, 1.4, 1.3, 1.45], 1):
         keeper(draft, optimizer, Progress(step=step, metrics={"acceptance_length": length}))
+    keeper.wait()
     assert (tmp_path / "best").resolve().name == "step-00000002"
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{n:08d}" for n in (2, 4, 5)]
     assert keeper.best_value() == 1.5
@@ -59,18 +60,21 @@ def test_without_validation_the_newest_is_the_best(tmp_path: Path, draft, optimi
     keeper = Keeper(tmp_path, {}, keep=1)
     for step in (1, 2):
         keeper(draft, optimizer, Progress(step=step))
+    keeper.wait()
     assert (tmp_path / "best").resolve().name == "step-00000002"
 
 
 def test_vllm_finds_only_the_draft_in_a_checkpoint(tmp_path: Path, draft, optimizer):
     """vLLM loads every safetensors file of a folder; the trainer's state among them stops it."""
-    Keeper(tmp_path, {"d2t": torch.zeros(2, dtype=torch.long)}, 1)(draft, optimizer, Progress(step=1))
+    with Keeper(tmp_path, {"d2t": torch.zeros(2, dtype=torch.long)}, 1) as keeper:
+        keeper(draft, optimizer, Progress(step=1))
     assert [path.name for path in (tmp_path / "best").glob("*.safetensors")] == ["model.safetensors"]
 
 
 def test_optimiser_state_comes_back_in_float32(tmp_path: Path, draft, optimizer):
     """0.3.0 cast it to bfloat16, its step counter too."""
-    Keeper(tmp_path, {}, 1)(draft, optimizer, Progress(step=7, epoch=1, step_in_epoch=3, tokens=11))
+    with Keeper(tmp_path, {}, 1) as keeper:
+        keeper(draft, optimizer, Progress(step=7, epoch=1, step_in_epoch=3, tokens=11))
     other = Draft()
     fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
     progress = restore(newest(tmp_path), other, fresh)
@@ -88,7 +92,8 @@ def test_a_restored_optimiser_goes_on_as_the_one_that_was_saved(tmp_path: Path, 
     drafts = [Draft().to(device) for _ in range(2)]
     optimizers = [torch.optim.AdamW(draft.parameters(), lr=0.1, fused=True) for draft in drafts]
     step(drafts[0], optimizers[0])
-    Keeper(tmp_path, {}, 1)(drafts[0], optimizers[0], Progress(step=1))
+    with Keeper(tmp_path, {}, 1) as keeper:
+        keeper(drafts[0], optimizers[0], Progress(step=1))
     restore(newest(tmp_path), drafts[1], optimizers[1])
     for draft, optimizer in zip(drafts, optimizers, strict=True):
         step(draft, optimizer)
@@ -103,7 +108,8 @@ def step(draft: Draft, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_a_torn_checkpoint_is_named(tmp_path: Path, draft, optimizer):
-    Keeper(tmp_path, {}, 1)(draft, optimizer, Progress(step=1))
+    with Keeper(tmp_path, {}, 1) as keeper:
+        keeper(draft, optimizer, Progress(step=1))
     state = tmp_path / "step-00000001" / "trainer" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-5])
     with pytest.raises(InputError, match="step-00000001 cannot be resumed"):

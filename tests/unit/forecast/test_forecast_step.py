@@ -76,12 +76,14 @@ def test_kimi_is_forecast_without_a_gpu_the_hub_or_a_weight(kimi, tmp_path, caps
     assert list(tmp_path.iterdir()) == [tmp_path / "run.toml"], "nothing was written"
 
 
-def test_memory_of_the_machine_is_that_of_the_shards_in_hand(kimi, capsys):
+def test_memory_of_the_machine_is_that_of_what_is_in_hand(kimi, capsys):
     assert main([*kimi, "--extract.engine", "stream", "--extract.writers", "2"]) == 0
     assert capsys.readouterr().out.endswith(
         "memory of the machine\n"
         "  extract            16.9 GB\n"
         "                     4 shards in hand 15.0 GB + 4 steps on their way 1.9 GB, pinned\n"
+        "  train              17.4 GB\n"
+        "                     processes: 1, rows ahead in each: 6 of 0.1 GB; a checkpoint 16.7 GB\n"
     )
 
 

@@ -1,0 +1,235 @@
+"""Benchmark of training's loader: tokens per second from a hidden/ folder of Kimi-K2.5's sizes, and its memory.
+
+    python -m benchmarks.load --folder /data/load --json load.jsonl            # make bench-load ARGS="..."
+
+Writes random states (bfloat16, then fp8) to --folder, reads them as `train` does, and removes them. Each measurement
+has a process of its own:
+
+  mapped    as before there was a loader: one row when it is needed, by way of safetensors' mapping
+  read      one row when it is needed, straight to where it is wanted (train.prefetch_rows = 0)
+  reused    the same to memory that is used again: what a thread does where a GPU trains
+  N ahead   rows read ahead by threads (train.prefetch_rows = N, as many threads, four at most)
+
+`cold` has had the files' pages dropped before: it is the disk's speed where the machine below keeps no copy of its own.
+With a GPU, rows go there, by way of pinned memory. `wait` is the share of the time in which a trainer that takes
+--trains tokens/s would have waited for rows. Memory is the most that the process held, less what it held before.
+
+Exit codes: 0 measured; 2 wrong usage; 5 no room for the states.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipeline.store import claim, finish, require_space, run_key
+from pipeline.store.samples import Sample
+from pipeline.store.states import StatesReader, StatesSample, shard_bytes, write_states
+from pipeline.train.data import Row, Rows, row_bytes
+from pipeline.train.loader import RowsAhead
+
+AUX_LAYERS, LAST_LAYER = [2, 30, 58], 61
+STORED = {"bf16": None, "fp8": "fp8"}
+AHEAD = {"read": 0, "1 ahead": 1, "2 ahead": 2, "4 ahead": 4}
+WAYS = ("mapped", "reused", *AHEAD)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement."""
+
+    folder: Path
+    stored: str
+    way: str
+    cold: bool
+    row_tokens: int
+    trains: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of it."""
+
+    stored: str
+    way: str
+    cold: bool
+    tokens_per_s: float
+    disk_bytes_per_s: float
+    memory_bytes: int
+    wait: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    results: list[Measured] = []
+    for stored in STORED:
+        folder: Path = options.folder / f"states-{stored}"
+        try:
+            _write(folder, options, stored)
+            for way in options.ways:
+                for cold in (False, True):
+                    task = Task(folder, stored, way, cold, options.row_tokens, options.trains)
+                    results.append(_apart(task))
+                    print(_line(results[-1]), flush=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    size = row_bytes(options.row_tokens, len(AUX_LAYERS), options.hidden_size, 2)
+    print(f"a row of {options.row_tokens:,} tokens: {size / 1e6:,.0f} MB; {len(os.sched_getaffinity(0))} cores")
+    if options.json:
+        with options.json.open("a") as file:
+            file.writelines(json.dumps(asdict(result)) + "\n" for result in results)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="where the states are written (removed afterwards)")
+    parser.add_argument("--hidden-size", type=int, default=7168, help="default: 7168, Kimi-K2.5's")
+    parser.add_argument("--tokens", type=int, default=65536, help="all tokens; 57,344 bytes each (default: 65536)")
+    parser.add_argument("--shard-tokens", type=int, default=16384, help="tokens of a file (default: 16384)")
+    parser.add_argument("--row-tokens", type=int, default=8192, help="tokens of a row (default: 8192)")
+    parser.add_argument("--trains", type=float, default=30000, help="tokens/s of the GPU to be fed (default: 30000)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which of them (default: all)")
+    parser.add_argument("--json", type=Path, help="append the figures here, one object a line")
+    return parser
+
+
+def _write(folder: Path, options: argparse.Namespace, stored: str) -> None:
+    """A finished hidden/ folder of samples of 500 to 2,048 tokens, random states."""
+    hidden = options.hidden_size
+    per_shard = shard_bytes(
+        1, options.shard_tokens, 100, aux_layers=AUX_LAYERS, last_layer=LAST_LAYER, hidden_size=hidden,
+        dtype="bfloat16", store_dtype=STORED[stored],
+    )  # fmt: skip
+    require_space(folder, per_shard * -(-options.tokens // options.shard_tokens), "load", "--folder")
+    random, generator, shards = np.random.default_rng(0), torch.Generator().manual_seed(0), []
+    inputs = {"benchmark": "load", "stored": stored}
+    claim(folder, "extract", inputs)
+    block = torch.randn(4096, 4, hidden, generator=generator).to(torch.bfloat16)  # drawing all would take minutes
+    for number in range(-(-options.tokens // options.shard_tokens)):
+        samples: list[Sample] = []
+        left = options.shard_tokens
+        while left:
+            size = min(left, int(random.integers(500, 2049)))
+            ids = random.integers(0, 1000, size, dtype=np.int32)
+            samples.append(Sample(f"s{number}-{left}", f"c{number}-{left}", ids, random.random(size) < 0.6))
+            left -= size
+        states = block.repeat(-(-options.shard_tokens // len(block)), 1, 1)[: options.shard_tokens]
+        written = write_states(
+            folder / f"shard-{number:05d}.safetensors", samples, states[:, :3].contiguous(), states[:, 3].contiguous(),
+            aux_layers=AUX_LAYERS, last_layer=LAST_LAYER, run_key=run_key(inputs), store_dtype=STORED[stored],
+        )  # fmt: skip
+        shards.append(written)
+    totals = {"aux_layers": AUX_LAYERS, "hidden_size": hidden, "dtype": "bfloat16"}
+    finish(folder, "extract", inputs, shards, totals)
+
+
+def _apart(task: Task) -> Measured:
+    """In a process of its own, so that memory is this measurement's."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measure, (task,))
+
+
+def _measure(task: Task) -> Measured:
+    torch.set_num_threads(1)  # as `train` does where a GPU computes
+    reader = StatesReader(task.folder)
+    rows = Rows(reader, list(range(reader.num_samples)), task.row_tokens, 0, 1)
+    files = [task.folder / shard.file for shard in reader.manifest.shards]
+    for file in files:
+        _drop(file) if task.cold else _touch(file)
+    order = rows.of_epoch(0)
+    held, begun = _memory("VmRSS"), time.monotonic()
+    tokens = 0
+    if task.way == "mapped":
+        for samples in order:
+            tokens += _checked(_mapped(rows, samples))
+    elif task.way == "reused":
+        room = rows.load(order[0])  # its memory is there
+        begun = time.monotonic()
+        for samples in order:
+            tokens += _checked(rows.load(samples, room))
+    else:
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        with RowsAhead(rows, order, AHEAD[task.way], device) as loader:
+            for row in loader:
+                tokens += _checked(row)
+                loader.give_back(row)
+    seconds = time.monotonic() - begun
+    size = sum(file.stat().st_size for file in files)
+    rate = tokens / seconds
+    alone = AHEAD.get(task.way, 0) == 0  # then reading and training take turns
+    wait = task.trains / (task.trains + rate) if alone else max(0.0, 1 - rate / task.trains)
+    return Measured(task.stored, task.way, task.cold, rate, size / seconds, _memory("VmHWM") - held, wait)
+
+
+def _mapped(rows: Rows, samples: list[int]) -> Row:
+    """A row as it was made before: read out of the mapping, then copied to its place."""
+    row = rows.room()
+    for value in vars(row).values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    for start, end, sample in _places(rows, samples):
+        row.aux_RLH[start:end] = sample.aux_states_SLH
+        row.last_RH[start:end] = sample.last_states_SH
+        row.documents.append((start, end))
+    return row
+
+
+def _places(rows: Rows, samples: list[int]) -> Iterator[tuple[int, int, StatesSample]]:
+    start = 0
+    for index in samples:
+        sample = rows.reader.read(index)
+        yield start, start + len(sample.input_ids_S), sample
+        start += len(sample.input_ids_S)
+
+
+def _checked(row: Row) -> int:
+    """Tokens in a row; something of each of its ends is looked at."""
+    assert row.aux_RLH[0].isfinite().all()
+    return row.documents[-1][1]
+
+
+def _touch(file: Path) -> None:
+    """Have the whole file in the page cache."""
+    with file.open("rb") as opened:
+        while opened.read(1 << 24):
+            pass
+
+
+def _drop(file: Path) -> None:
+    """Have none of it there."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _memory(name: str) -> int:
+    """`VmRSS`, what this process has in memory, or `VmHWM`, the most so far (ru_maxrss counts the parent's)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def _line(one: Measured) -> str:
+    return (
+        f"{one.stored:5} {one.way:8} {'cold' if one.cold else 'cached':7} {one.tokens_per_s:9,.0f} tok/s "
+        f"{one.disk_bytes_per_s / 1e9:6.2f} GB/s of file {one.memory_bytes / 1e9:6.2f} GB  wait {100 * one.wait:3.0f} %"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
