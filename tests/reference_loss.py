@@ -5,7 +5,8 @@ Nothing of pipeline.train is used, nothing is packed or masked: a query is given
 At index p, g_p are the target's aux states of position p and x_p its token. TTT step k at index p takes token
 x_{p+1+k}, at position p+k, and the states before the final norm of step k-1 at p (step 0: fc(g_p)). It attends to the
 keys that step 0 made at 0..p and to those that steps 1..k made at p. Its target is the softmax over the draft's words
-of lm_head(final_norm(last_{p+1+k})), which predicts x_{p+2+k}; it counts where that token exists and is the target's own.
+of lm_head(final_norm(last_{p+1+k})), which predicts x_{p+2+k}; it counts where that token is
+the target's own.
 """
 
 import math

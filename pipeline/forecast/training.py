@@ -101,6 +101,7 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
             target.hidden_size,
             target.dtype,
         )
+        draft.flex = True  # as on a GPU
         trainer = Trainer(draft, teacher, rows, rows, section, Place(0, 1, torch.device("cpu")), 0)
         ledger.mark("weights", draft.parameters())
         ledger.mark("target", [draft.embedding_VH, *(v for v in vars(teacher).values() if isinstance(v, torch.Tensor))])

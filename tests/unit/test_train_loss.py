@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import LlamaConfig
 
 from pipeline.target import Head
+from pipeline.train import loss as loss_module
+from pipeline.train.attention import BLOCK, block_mask, starts_of
 from pipeline.train.data import PADDING, Row
 from pipeline.train.draft import Draft
-from pipeline.train.loss import TargetHead, unroll
+from pipeline.train.loss import TargetHead, compile_step, unroll
 from tests.reference_loss import Document, Sizes, TargetWords, losses
 
 HIDDEN, INNER, VOCABULARY, WORDS, WIDTH, STEPS = 24, 40, 50, 17, 8, 3
@@ -116,8 +119,8 @@ def by_trainer(
     """The same of the trainer."""
     target = TargetHead(head, kept_D, torch.device("cpu"))
     scale_K = torch.tensor(WEIGHTS) / torch.tensor(counts).clamp(min=1)
-    sums = unroll(draft, target, row, STEPS, noise, exact=False)
-    (scale_K * sums.loss).sum().backward()
+    sums = unroll(draft, target, row, STEPS, noise, exact=False, scale_K=scale_K)
+    sums.total.backward()
     gradients = {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
     return sums.loss.tolist(), [int(c) for c in sums.count], gradients
 
@@ -161,6 +164,91 @@ def test_a_row_in_which_nothing_is_supervised_has_gradients_of_zero():
     assert (losses, counts) == ([0.0] * STEPS, [0] * STEPS)
     for name, parameter in made.named_parameters():
         assert torch.equal(gradients[name], torch.zeros_like(parameter)), name
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's: it wants flex_attention compiled
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_attention_of_a_gpu_gives_the_same(layers):
+    """On the CPU by its plain implementation: mask of blocks, own keys merged in, grouped heads, padding."""
+    made, row = make_draft(heads=4, kv_heads=2, layers=layers), make_row([7, 12, 1, 4, 2], 5)
+    head, kept_D = make_head()
+    want_losses, counts, want = by_definition(made, head, kept_D, row, None)
+    made.flex = True
+    got_losses, got_counts, got = by_trainer(made, head, kept_D, row, None, counts)
+    assert got_counts == counts
+    assert got_losses == pytest.approx(want_losses, rel=1e-5)
+    assert_equal_gradients(got, want)
+
+
+def test_blocks_hold_what_is_visible_and_no_more():
+    generator = torch.Generator().manual_seed(4)
+    documents = [(0, 300), (300, 310), (310, 1500), (1500, 2000)]
+    starts_R = starts_of(documents, 2100)
+    at = torch.rand(2100, generator=generator).lt(0.6).nonzero().squeeze(-1)
+    at_M = torch.cat([at, at[-1:].expand(-len(at) % BLOCK)])
+    mask = block_mask(starts_R, at_M)
+    key_R = torch.arange(2100)
+    visible_MR = (key_R <= at_M[:, None]) & (key_R >= starts_R[at_M][:, None])
+    padded = torch.nn.functional.pad(visible_MR, (0, -2100 % BLOCK))
+    by_block = padded.view(len(at_M) // BLOCK, BLOCK, -1, BLOCK).transpose(1, 2).flatten(2)
+    seen = mask.to_dense()[0, 0].bool()
+    assert torch.equal(seen, by_block.any(-1))
+    assert mask.full_kv_num_blocks is not None
+    assert mask.full_kv_num_blocks.sum() == by_block.all(-1).sum() > 0
+
+
+@pytest.mark.parametrize("rows", [6, 7, 9])
+def test_losses_do_not_depend_on_the_size_of_a_chunk(rows, monkeypatch):
+    made, row, (head, kept_D) = make_draft(), make_row([11, 8], 3), make_head()
+    whole = by_trainer(made, head, kept_D, row, None, [1] * STEPS)
+    made.zero_grad()
+    monkeypatch.setattr(loss_module, "CHUNK_ROWS", rows)
+    chunked = by_trainer(made, head, kept_D, row, None, [1] * STEPS)
+    assert chunked[0] == pytest.approx(whole[0], rel=1e-6)
+    assert_equal_gradients(chunked[2], {name: gradient.double() for name, gradient in whole[2].items()})
+
+
+def test_agreement_counts_unbroken_hits_from_the_first_step_on():
+    made, row, (head, kept_D) = make_draft(), make_row([30, 25], 0), make_head()
+    target = TargetHead(head, kept_D, torch.device("cpu"))
+    for exact in (False, True):
+        sums = unroll(made, target, row, STEPS, None, exact=exact)
+        chain = made.begin(row.aux_RLH, row.positions_R, row.documents)
+        logits_VR = head.lm_head_VH @ target.normed(row.last_RH).T
+        choice_R = logits_VR.argmax(0) if exact else kept_D[logits_VR[kept_D].argmax(0)]
+        alive, agreed = [True] * len(row.tokens_R), [0] * STEPS
+        for step in range(STEPS):
+            tokens_R = torch.nn.functional.pad(row.tokens_R[step + 1 :], (0, step + 1))
+            drafted_R = kept_D[made.logits(made.advance(chain, tokens_R)).argmax(-1)]
+            for start, end in row.documents:
+                for p in range(start, end - 1 - step):
+                    if row.supervised_R[p + 1 + step]:
+                        alive[p] &= bool(drafted_R[p] == choice_R[p + 1 + step])
+                        agreed[step] += alive[p]
+        assert sums.agreed.tolist() == agreed
+    assert agreed[0] > 0, "nothing is compared"
+
+
+ROWS = [([300, 80], 0.5), ([500], 0.1), ([100] * 5, 0.9), ([1, 2, 3, 400], 0.6), ([250, 250], 0.95), ([40] * 10, 0.3)]
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (False, 3)])
+def test_rows_of_any_content_are_compiled_once(dynamic, graphs, monkeypatch):
+    """The draft's graph once for the first row and once for all others, or once a multiple; the comparison once."""
+    torch._dynamo.reset()
+    made, (head, kept_D) = make_draft(heads=4, kv_heads=2), make_head()
+    target = TargetHead(head, kept_D, torch.device("cpu"))
+    monkeypatch.setattr(loss_module, "CHUNK_ROWS", 300)
+    compile_step(made, target, "aot_eager", asking_multiple=BLOCK if dynamic else 192, dynamic=dynamic)
+    rows = [make_row(lengths, 512 - sum(lengths), share) for lengths, share in ROWS]
+    counters.clear()
+    for row in rows:
+        unroll(made, target, row, STEPS, None, exact=False).total.backward()
+    assert counters["stats"]["unique_graphs"] == graphs + 1
+    for row in reversed(rows):
+        unroll(made, target, row, STEPS, None, exact=False).total.backward()
+    assert counters["stats"]["unique_graphs"] == graphs + 1, "compiled again"
+    torch._dynamo.reset()
 
 
 def assert_equal_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
