@@ -73,6 +73,8 @@ shell: ## A shell in the image, with its GPUs and folders
 	$(STEP) shell $(ARGS)
 bench-extract: ## Speed of extract beside prefill, stock speculators and the disk, on random weights (ARGS="--disk runs")
 	$(STEP) --entrypoint 'python -m benchmarks.extract' extract $(ARGS)
+bench-train: ## Speed and memory of train beside speculators 0.9.0 (ARGS="--reference FOLDER"), on random weights
+	$(STEP) --entrypoint 'python -m benchmarks.train' train $(ARGS)
 
 ##@ Upkeep
 setup: .venv/.complete ## Make .venv: the locked packages, speculators and vLLM patched
@@ -122,4 +124,4 @@ $(UV): $(LOCKS)/uv.txt
 
 .NOTPARALLEL:
 .PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast merge \
-  report serve board shell bench-extract setup check lock clean
+  report serve board shell bench-extract bench-train setup check lock clean

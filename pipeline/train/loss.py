@@ -78,6 +78,12 @@ class TargetHead:
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long, device=last_MH.device)
 
 
+def frozen_dtype(target_dtype: torch.dtype, autocast: bool) -> torch.dtype:
+    """What the target's frozen embedding and output rows are kept in: its own bfloat16, which loses nothing of them and
+    is what products run in under autocast; else float32."""
+    return torch.bfloat16 if autocast and target_dtype == torch.bfloat16 else torch.float32
+
+
 def shifted(values_R: Tensor, by: int, fill: int | bool = 0) -> Tensor:
     """values[p + by] at p; `fill` past the end."""
     return F.pad(values_R[by:], (0, by), value=fill)
