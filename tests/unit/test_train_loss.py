@@ -28,14 +28,16 @@ YARN = {
 }
 
 
-def make_draft(heads: int = 3, kv_heads: int = 3, layers: int = 1, yarn: bool = False, before: bool = True) -> Draft:
+def make_draft(
+    heads: int = 3, kv_heads: int = 3, layers: int = 1, yarn: bool = False, before: bool = True, width: int = WIDTH
+) -> Draft:
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=INNER,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=WIDTH,
+        head_dim=width,
         rms_norm_eps=1e-5,
         rope_theta=100.0,
         rope_scaling=YARN if yarn else None,
