@@ -150,7 +150,8 @@ def unroll(
     `scale_K` is what each step's sum is multiplied by in `total` (default 1): gradients are made along with the losses.
     """
     length, device = row.tokens_R.shape[0], row.tokens_R.device
-    plan = Plan.of(row, steps, chunk_of(length, steps), draft.asking_multiple if draft.flex else 1)
+    # only what is compiled is padded
+    plan = Plan.of(row, steps, *((chunk_of(length, steps), draft.asking_multiple) if draft.flex else (1, 1)))
     normed_KMH = _states(draft, row, steps, noise, plan.at_M)
     scale_K = torch.ones(steps, device=device) if scale_K is None else scale_K
     with_gradient = torch.is_grad_enabled() and normed_KMH.requires_grad
@@ -263,16 +264,18 @@ def compare(
     (empty without `with_gradient`). Softmax and sums are float32, and products run in the weights' dtype.
     """
     kept_KCD = (*valid_KC.shape, len(weight_DH))
-    of_target_CD = target.logits(last_CH)
-    logits_KCD = F.linear(x, weight_DH).view(kept_KCD)
-    probability_CD = of_target_CD.float().softmax(-1)
-    log_probability_KCD = logits_KCD.float().log_softmax(-1)
+    of_target_CD = target.logits(last_CH).float()
+    logits_KCD = F.linear(x, weight_DH).float().view(kept_KCD)
+    probability_CD = of_target_CD.softmax(-1)
+    log_probability_KCD = logits_KCD.log_softmax(-1)
     loss_KC = -(probability_CD * log_probability_KCD).sum(-1)
     loss_K = torch.where(valid_KC, loss_KC, 0.0).sum(-1)
     of_logits = of_x = x.new_empty(0)
     if with_gradient:
         scale_KC1 = torch.where(valid_KC, scale_K[:, None], 0.0)[..., None]
-        of_logits = ((log_probability_KCD.exp() - probability_CD) * scale_KC1).to(x.dtype).flatten(0, 1)
+        of_log_KCD = probability_CD * -scale_KC1
+        of_logits = torch.ops.aten._log_softmax_backward_data(of_log_KCD, log_probability_KCD, -1, torch.float32)
+        of_logits = of_logits.to(x.dtype).flatten(0, 1)
         of_x = of_logits @ weight_DH
     return loss_K, logits_KCD.argmax(-1), of_target_CD.argmax(-1), of_logits, of_x
 
