@@ -71,10 +71,12 @@ board: ## Curves of all runs, on 127.0.0.1:6006
 	$(STEP) --service-ports board $(ARGS)
 shell: ## A shell in the image, with its GPUs and folders
 	$(STEP) shell $(ARGS)
-bench-load: ## What training can read: states of Kimi-K2.5's sizes, bf16 and fp8, cached and cold (ARGS="--folder runs/load")
-	$(STEP) --entrypoint 'python -m benchmarks.load' train $(ARGS)
 bench-extract: ## Speed of extract beside prefill, stock speculators and the disk, on random weights (ARGS="--disk runs")
 	$(STEP) --entrypoint 'python -m benchmarks.extract' extract $(ARGS)
+bench-load: ## What training can read: states of Kimi-K2.5's sizes, bf16 and fp8, cached and cold (ARGS="--folder runs/load")
+	$(STEP) --entrypoint 'python -m benchmarks.load' train $(ARGS)
+bench-train: ## Speed and memory of train beside speculators 0.9.0 (ARGS="--reference FOLDER"), on random weights
+	$(STEP) --entrypoint 'python -m benchmarks.train' train $(ARGS)
 
 ##@ Upkeep
 setup: .venv/.complete ## Make .venv: the locked packages, speculators and vLLM patched
@@ -124,4 +126,4 @@ $(UV): $(LOCKS)/uv.txt
 
 .NOTPARALLEL:
 .PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast merge \
-  report serve board shell bench-extract bench-load setup check lock clean
+  report serve board shell bench-extract bench-load bench-train setup check lock clean

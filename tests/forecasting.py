@@ -11,7 +11,7 @@ from pipeline.forecast.training import FullRows
 from pipeline.target import Head, Target
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.loop import Place, Trainer
-from pipeline.train.loss import TargetHead
+from pipeline.train.loss import TargetHead, frozen_dtype
 
 LLAMA = {
     "model_type": "llama",
@@ -48,10 +48,11 @@ def make_trainer(config: Run, target: Target) -> Trainer:
     """The trainer over full rows, on real tensors or, under a ledger, on fake ones."""
     shape, section = (target.vocab_size, target.hidden_size), config.train
     words, device = config.vocab.draft_vocab_size, torch.device("cpu")
-    head = Head(torch.rand(shape), torch.ones(shape[1]), torch.rand(shape) / 16, 1e-5)
+    dtype = frozen_dtype(target.dtype, section.autocast)
+    head = Head(torch.rand(shape).to(dtype), torch.ones(shape[1]), (torch.rand(shape) / 16).to(dtype), 1e-5)
     draft = Draft(draft_config(target, section, target.aux_layers(None), words), head.embedding_VH)
     rows: Any = FullRows(
         section.rows_per_step, section.tokens_per_row, config.target.max_length, shape[1], target.dtype
     )
-    teacher = TargetHead(head, torch.arange(words), device)
+    teacher = TargetHead(head, torch.arange(words), device, dtype)
     return Trainer(draft, teacher, rows, rows, section, Place(0, 1, device), 0)

@@ -6,7 +6,7 @@
 
 The code runs as it is, on PyTorch's fake tensors: whatever it keeps for its backward pass is kept here, too, so that
 nothing of a model needs to be known. The tensors claim to be on the CPU (PyTorch's backward pass refuses fake GPU
-tensors where there is no GPU), and the two operations that a GPU computes by other kernels are replaced by those.
+tensors where there is no GPU), and the operations that a GPU computes by other kernels are replaced by those.
 
 What depends on data is taken at its largest: `nonzero` finds every element. A number read from a tensor is 1.
 """
@@ -25,6 +25,8 @@ from torch.nn import functional as F  # noqa: N812 (its usual name)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from pipeline.train.attention import causal
 
 BLOCK_BYTES = 512
 """PyTorch's CUDA allocator rounds up to a multiple of this (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
@@ -129,6 +131,8 @@ class _AsOnGpu(TorchFunctionMode):
             return _memory_efficient_attention(*args, **kwargs)
         if func is F.rms_norm:
             return _rms_norm(*args, **kwargs)
+        if func is causal:
+            return _FlexAttention.apply(*args[:3])
         return func(*args, **kwargs)
 
 
@@ -160,6 +164,22 @@ WORKSPACES: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _attention_workspace,
 }
 """Memory that a kernel takes and returns within one operation."""
+
+
+class _FlexAttention(torch.autograd.Function):
+    """What flex_attention's kernels keep: inputs, result and one float32 number a query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        result, sums = torch.empty_like(query), torch.empty(query.shape[:-1])
+        ctx.save_for_backward(query, key, value, result, sums)
+        return result, sums
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, sums = ctx.saved_tensors
+        torch.empty_like(sums)  # of each query, its gradient times its result
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 class _FusedRmsNorm(torch.autograd.Function):

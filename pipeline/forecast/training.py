@@ -18,7 +18,7 @@ from pipeline.train.checkpoint import Progress
 from pipeline.train.data import Row, row_bytes
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.loop import Place, Trainer
-from pipeline.train.loss import TargetHead
+from pipeline.train.loss import TargetHead, frozen_dtype
 
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 """What PyTorch gives cuBLAS on Hopper and later (aten/cuda/CUDABlas, CUBLAS_WORKSPACE_CONFIG's default)."""
@@ -91,9 +91,10 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
     aux_layers = target.aux_layers(config.extract.aux_layers)
     with warnings.catch_warnings(), Ledger() as ledger:
         warnings.simplefilter("ignore")  # PyTorch's, about what has no meaning without data
-        head = _head(target)
+        dtype = frozen_dtype(target.dtype, section.autocast)
+        head = _head(target, dtype)
         draft = Draft(draft_config(target, section, aux_layers, words), head.embedding_VH)
-        teacher = TargetHead(head, torch.zeros(words, dtype=torch.long), torch.device("cpu"))
+        teacher = TargetHead(head, torch.zeros(words, dtype=torch.long), torch.device("cpu"), dtype)
         rows: Any = FullRows(
             -(-section.rows_per_step // processes),
             section.tokens_per_row,
@@ -101,6 +102,7 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
             target.hidden_size,
             target.dtype,
         )
+        draft.flex = True  # as on a GPU
         trainer = Trainer(draft, teacher, rows, rows, section, Place(0, 1, torch.device("cpu")), 0)
         ledger.mark("weights", draft.parameters())
         ledger.mark("target", [draft.embedding_VH, *(v for v in vars(teacher).values() if isinstance(v, torch.Tensor))])
@@ -124,11 +126,11 @@ def _next_row_bytes(config: Run, target: Target, layers: int) -> int:
     return row_bytes(config.train.tokens_per_row, layers, target.hidden_size, target.dtype.itemsize)
 
 
-def _head(target: Target) -> Head:
+def _head(target: Target, dtype: torch.dtype) -> Head:
     """As Target.head, without data. On a GPU tied embedding and output rows are two copies, so here."""
     shape = (target.vocab_size, target.hidden_size)
     eps = target.number("rms_norm_eps")
-    return Head(torch.zeros(shape), torch.zeros(target.hidden_size), torch.zeros(shape), eps)
+    return Head(torch.zeros(shape, dtype=dtype), torch.zeros(target.hidden_size), torch.zeros(shape, dtype=dtype), eps)
 
 
 def _mark_trained(ledger: Ledger, trainer: Trainer) -> None:

@@ -9,18 +9,19 @@ and to its own keys of steps 1..k, which is what the key/value cache holds when 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipeline.config import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.target import Target
+from pipeline.train.attention import BLOCK, Sight, attend
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 """The name under which vLLM (0.16 and later) looks up an EAGLE-3 draft of Llama layers."""
@@ -85,22 +86,26 @@ def _rope_scaling(own: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"rope_type": "yarn"} | {key: own[key] for key in YARN_KEYS if key in own}
 
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of each index's position, [R, E] each, float32."""
+
+
 @dataclass
 class Chain:
-    """What the steps of one row share: keys and values so far, rotations, document borders."""
+    """What the steps of one row share: states so far, keys and values, what each query sees."""
 
-    hidden_RH: Tensor
-    documents: list[tuple[int, int]]
-    """Start and end of each document in the row."""
+    hidden_MH: Tensor
+    """States before the final norm of the last step; before step 0 of the whole row [R, H]."""
+    sight: Sight
+    keys: list[list[Tensor]]
+    """keys[layer][step] after rotation: [K, R, E] of step 0, [K, M, E] of later ones; values alike."""
+    values: list[list[Tensor]]
     positions_R: Tensor
     step: int = 0
-    keys: list[list[Tensor]] = field(default_factory=list)
-    """keys[layer][step], each [N, R, E] after rotation; values alike."""
-    values: list[list[Tensor]] = field(default_factory=list)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over step 0's causal keys and the diagonal of each later step."""
+    """Grouped-query attention over step 0's causal keys and the own key of each later step."""
 
     def __init__(self, config: LlamaConfig, input_size: int):
         super().__init__()
@@ -110,32 +115,33 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_heads, bias=False)
         self.v_proj = nn.Linear(input_size, kv_heads, bias=False)
         self.o_proj = nn.Linear(heads, config.hidden_size, bias=False)
-        self.groups = config.num_attention_heads // config.num_key_value_heads
 
-    def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+    def _heads(self, projected: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """[heads, rows, E], turned by `rotation` in float32."""
+        split = projected.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+        return split if rotation is None else turned(split, rotation)
 
-    def forward(self, x_RH: Tensor, chain: Chain, layer: int, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        query, key = self._heads(self.q_proj(x_RH)), self._heads(self.k_proj(x_RH))
-        query_1NRE, key_1KRE = apply_rotary_pos_emb(query[None], key[None], *rotation)
-        chain.keys[layer].append(key_1KRE[0].repeat_interleave(self.groups, 0))
-        chain.values[layer].append(self._heads(self.v_proj(x_RH)).repeat_interleave(self.groups, 0))
-        query_NRE = query_1NRE[0].to(chain.values[layer][-1].dtype)
-        mixed_NRE = torch.cat([self._document(query_NRE, chain, layer, *d) for d in chain.documents], dim=1)
-        padding = x_RH.shape[0] - mixed_NRE.shape[1]  # rows are padded at their end
-        mixed_NRE = F.pad(mixed_NRE, (0, 0, 0, padding))
-        return self.o_proj(mixed_NRE.transpose(0, 1).flatten(1))
+    def forward(
+        self, x_RH: Tensor, keys: list[Tensor], values: list[Tensor], sight: Sight, rotation: Rotation
+    ) -> Tensor:
+        """Mixed values [M, H] of the queries that `sight` names; x holds all rows that make keys."""
+        keys.append(self._heads(self.k_proj(x_RH), rotation))
+        values.append(self._heads(self.v_proj(x_RH)))
+        asking = sight.select if len(keys) == 1 else _all
+        query_NME = self._heads(self.q_proj(asking(x_RH)), (asking(rotation[0]), asking(rotation[1])))
+        mixed_NME = attend(query_NME, keys, values, sight)
+        return self.o_proj(mixed_NME.transpose(0, 1).flatten(1))
 
-    @staticmethod
-    def _document(query_NRE: Tensor, chain: Chain, layer: int, start: int, end: int) -> Tensor:
-        query = query_NRE[:, start:end]
-        key = torch.cat([k[:, start:end] for k in chain.keys[layer]], dim=1).to(query.dtype)
-        value = torch.cat([v[:, start:end] for v in chain.values[layer]], dim=1).to(query.dtype)
-        size = end - start
-        causal = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
-        own = torch.eye(size, dtype=torch.bool, device=query.device)
-        mask = torch.cat([causal, *[own] * chain.step], dim=1)
-        return F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask)[0]
+
+def _all(values_M: Tensor) -> Tensor:
+    return values_M
+
+
+def turned(x_NRE: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary positions, computed in float32 and given back in x's dtype."""
+    first, second = x_NRE.float().chunk(2, dim=-1)
+    cos_RE, sin_RE = rotation
+    return (torch.cat([first, second], -1) * cos_RE + torch.cat([-second, first], -1) * sin_RE).to(x_NRE.dtype)
 
 
 class Layer(nn.Module):
@@ -159,7 +165,8 @@ class Layer(nn.Module):
             }
         )
 
-    def forward(self, embedded_RH: Tensor, hidden_RH: Tensor, chain: Chain, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, embedded_RH: Tensor, hidden_RH: Tensor, chain: Chain, sight: Sight, rotation: Rotation) -> Tensor:
+        """States [M, H] of the queries that `sight` names; embedded and hidden hold all rows that make keys."""
         residual_RH = hidden_RH
         if self.index == 0:
             normed_RH = self.hidden_norm(hidden_RH)
@@ -167,10 +174,12 @@ class Layer(nn.Module):
             attended = torch.cat([self.input_layernorm(embedded_RH), normed_RH], dim=-1)
         else:
             attended = self.input_layernorm(hidden_RH)
-        residual_RH = residual_RH + self.self_attn(attended, chain, self.index, rotation).float()
-        x_RH = self.post_attention_layernorm(residual_RH)
-        gated = F.silu(self.mlp["gate_proj"](x_RH)) * self.mlp["up_proj"](x_RH)
-        return residual_RH + self.mlp["down_proj"](gated).float()
+        residual_MH = sight.select(residual_RH) if chain.step == 0 else residual_RH
+        keys, values = chain.keys[self.index], chain.values[self.index]
+        residual_MH = residual_MH + self.self_attn(attended, keys, values, sight, rotation).float()
+        x_MH = self.post_attention_layernorm(residual_MH)
+        gated = F.silu(self.mlp["gate_proj"](x_MH)) * self.mlp["up_proj"](x_MH)
+        return residual_MH + self.mlp["down_proj"](gated).float()
 
 
 class Draft(nn.Module):
@@ -190,6 +199,9 @@ class Draft(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, int(config.draft_vocab_size), bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
         self.register_buffer("embedding_VH", embedding_VH, persistent=False)
+        self.flex, self.asking_multiple = False, BLOCK
+        """Whether `forward` runs attention as `flex` (see pipeline.train.attention); the number of indices that ask is
+        then padded to a multiple of the other."""
 
     @torch.no_grad()
     def initialise(self, seed: int, norm_H: Tensor, lm_head_DH: Tensor) -> None:
@@ -205,20 +217,57 @@ class Draft(nn.Module):
 
     def begin(self, aux_RLH: Tensor, positions_R: Tensor, documents: Iterable[tuple[int, int]]) -> Chain:
         """Start a row from the target's aux states [R, 3, H]; `documents` are the (start, end) of its samples."""
-        layers = len(self.layers)
-        hidden_RH = self.fc(aux_RLH.flatten(1)).float()
-        return Chain(
-            hidden_RH, list(documents), positions_R, 0, [[] for _ in range(layers)], [[] for _ in range(layers)]
-        )
+        return self._begin(aux_RLH, positions_R, Sight(list(documents)))
 
     def advance(self, chain: Chain, tokens_R: Tensor) -> Tensor:
         """One step with the tokens of p+1+k. Returns the states before the final norm [R, H], float32."""
+        return self._advance(chain, tokens_R, self.rotation(chain.positions_R + chain.step), chain.sight)
+
+    def forward(
+        self,
+        aux_RLH: Tensor,
+        tokens_R: Tensor,
+        rotation: Rotation,
+        tokens_KM: Tensor,
+        rotation_KM: Rotation,
+        sights: tuple[Sight, Sight],
+    ) -> Tensor:
+        """Final-normed states [K, M, H] of all K steps at the M indices that ask.
+
+        tokens_R, rotation: what step 0 takes at each index of the row. tokens_KM, rotation_KM: the same of every step
+        at the indices that ask. sights: of the whole row, which layers before the last one need in step 0, and of those
+        that ask. Nothing here depends on data, so that it compiles to one graph.
+        """
+        whole, asking = sights
+        chain = self._begin(aux_RLH, tokens_R, asking)
+        made = []
+        for step, tokens_M in enumerate(tokens_KM):
+            if step == 0:
+                made.append(self._advance(chain, tokens_R, rotation, whole))
+            else:
+                rotation_M = rotation_KM[0][step], rotation_KM[1][step]
+                made.append(self._advance(chain, tokens_M, rotation_M, asking))
+        return torch.stack([self.norm(hidden_MH).to(_compute_dtype(hidden_MH)) for hidden_MH in made])
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Of positions of any shape [...]: cosines and sines [..., E], float32."""
+        cos_1RE, sin_1RE = self.rotary(self.norm.weight, positions.reshape(1, -1))
+        return cos_1RE.view(*positions.shape, -1), sin_1RE.view(*positions.shape, -1)
+
+    def _begin(self, aux_RLH: Tensor, positions_R: Tensor, sight: Sight) -> Chain:
+        x_RG = aux_RLH.flatten(1)
+        hidden_RH = self.fc(x_RG.to(_compute_dtype(x_RG))).float()
+        keys, values = ([[] for _ in self.layers] for _ in range(2))
+        return Chain(hidden_RH, sight, keys, values, positions_R)
+
+    def _advance(self, chain: Chain, tokens_R: Tensor, rotation: Rotation, sight: Sight) -> Tensor:
+        """One step. `sight` is that of all layers but the last one, whose queries are always the chain's."""
         embedded_RH = F.embedding(tokens_R, self.embedding_VH).float()
-        rotation = self.rotary(embedded_RH, (chain.positions_R + chain.step)[None])
-        hidden_RH = chain.hidden_RH
+        hidden_RH = chain.hidden_MH
         for layer in self.layers:
-            hidden_RH = layer(embedded_RH, hidden_RH, chain, rotation)
-        chain.hidden_RH = hidden_RH
+            last = layer is self.layers[-1]
+            hidden_RH = layer(embedded_RH, hidden_RH, chain, chain.sight if last else sight, rotation)
+        chain.hidden_MH = hidden_RH
         chain.step += 1
         return hidden_RH
 
@@ -229,6 +278,12 @@ class Draft(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """The weights under the names that vLLM loads."""
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products run in: autocast's dtype, float32 without it."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
 
 
 def config_from_folder(values: dict[str, Any]) -> LlamaConfig:

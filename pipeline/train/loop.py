@@ -19,7 +19,7 @@ from pipeline.train.checkpoint import Progress
 from pipeline.train.data import Row, Rows
 from pipeline.train.draft import Draft
 from pipeline.train.loader import RowsAhead
-from pipeline.train.loss import StepSums, TargetHead, supervised_at, unroll
+from pipeline.train.loss import StepSums, TargetHead, compile_step, supervised_at, unroll
 from pipeline.train.stop import NUMBERS, StopSignals
 
 ADVICE = "Lower train.learning_rate, look at these samples, or set train.on_nonfinite to skip"
@@ -68,9 +68,9 @@ class Unrolled(torch.nn.Module):
         self._target = [target]  # in a list: not a part of the module
         self.section, self.device_type = section, place.device.type
 
-    def forward(self, row: Row, noise: Tensor | None, exact: bool) -> StepSums:
+    def forward(self, row: Row, noise: Tensor | None, exact: bool, scale_K: Tensor | None = None) -> StepSums:
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.section.autocast):
-            return unroll(self.draft, self._target[0], row, self.section.ttt_steps, noise, exact=exact)
+            return unroll(self.draft, self._target[0], row, self.section.ttt_steps, noise, exact=exact, scale_K=scale_K)
 
 
 class Trainer:
@@ -91,6 +91,8 @@ class Trainer:
         draft.lm_head.weight.requires_grad_(section.train_lm_head)
         self.optimizer = _optimizer(draft, section)
         self.module = Unrolled(draft, target, section, place)
+        if place.device.type == "cuda":
+            compile_step(draft, target)
         # buffers (the target's embedding: 4.7 GB for Kimi) do not change: they are not sent round at every step
         self.parallel = (
             DistributedDataParallel(self.module, broadcast_buffers=False) if place.world > 1 else self.module
@@ -215,15 +217,15 @@ class Trainer:
         indices = self.train_rows.of_step(epoch, step, self.place.rank, self.place.world)
         rows = [next(ahead) for _ in indices]
         count_K = self._over_processes(torch.stack([_supervised_counts(row, self.section) for row in rows]).sum(0))
+        # DistributedDataParallel takes the mean over processes, the loss is a sum over them
+        scale_K = self.weights_K * self.place.world / count_K.clamp(min=1)
         self.optimizer.zero_grad(set_to_none=True)
         each: list[Tensor] = []
         for i, row in enumerate(rows):
             parallel, last = self.parallel, i + 1 == len(rows)
             with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
-                sums = parallel(row, self._noise(row, number, i), False)
-                # DistributedDataParallel takes the mean over processes, the loss is a sum over them
-                loss = (self.weights_K * sums.loss / count_K.clamp(min=1)).sum() * self.place.world
-                loss.backward()
+                sums = parallel(row, self._noise(row, number, i), False, scale_K)
+                sums.total.backward()
             each.append(_stacked(sums))
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.section.clip_norm)
         lengths_N = self.train_rows.reader.lengths_N

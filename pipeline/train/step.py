@@ -20,13 +20,13 @@ from pipeline.train.data import Rows, split_by_conversation
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.init_from import begin_from, fingerprint
 from pipeline.train.loop import Place, Trainer
-from pipeline.train.loss import TargetHead
+from pipeline.train.loss import TargetHead, frozen_dtype
 from pipeline.train.randomness import gathered, seed_all
 from pipeline.train.report import Reporter
 from pipeline.train.stop import StopSignals
 from pipeline.vocab import load_map
 
-FORMAT = 2
+FORMAT = 3
 """Raised when equal inputs no longer give equal bytes."""
 WITHOUT_EFFECT_ON_BYTES = {
     "tracker", "progress_json", "processes", "threads", "prefetch_rows", "keep_checkpoints", "checkpoint_minutes",
@@ -88,9 +88,10 @@ def _train(
         )
     train, validation = split_by_conversation(reader.conversation_ids, section.validation_share, config.seed)
     _refuse_nothing_to_learn(reader, train)
-    head = target.head()
+    head, dtype = target.head(), frozen_dtype(target.dtype, section.autocast)
     kept_D = d2t_D + torch.arange(len(d2t_D))
-    draft = Draft(draft_config(target, section, reader.manifest.totals["aux_layers"], len(d2t_D)), head.embedding_VH)
+    own = draft_config(target, section, reader.manifest.totals["aux_layers"], len(d2t_D))
+    draft = Draft(own, head.embedding_VH.to(dtype))
     draft.initialise(config.seed, head.norm_H, head.lm_head_VH[kept_D])
     if section.init_from and newest(folder) is None:
         said = begin_from(draft, section.init_from, kept_D, target.aux_layers(None), section.init_from_unequal)
@@ -104,7 +105,7 @@ def _train(
     def rows(samples: list[int]) -> Rows:
         return Rows(reader, samples, section.tokens_per_row, config.seed, section.rows_per_step)
 
-    head_of_target = TargetHead(head, kept_D, place.device)
+    head_of_target = TargetHead(head, kept_D, place.device, dtype)
     trainer = Trainer(
         draft, head_of_target, rows(train), rows(validation) if validation else None, section, place, config.seed
     )

@@ -19,7 +19,7 @@ from pipeline.train.checkpoint import Progress
 from pipeline.train.data import Row
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.loop import Place, Trainer
-from pipeline.train.loss import TargetHead
+from pipeline.train.loss import TargetHead, frozen_dtype
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: it measures one's memory"),
@@ -104,10 +104,12 @@ def _train(config: Run, target: Target) -> None:
     torch.manual_seed(0)
     with device:
         shape = (target.vocab_size, target.hidden_size)
-        head = Head(torch.randn(shape), torch.ones(shape[1]), torch.empty(shape).normal_(0, 0.02), 1e-5)
+        dtype = frozen_dtype(target.dtype, section.autocast)
+        embedding, rows = (torch.empty(shape, dtype=dtype).normal_(0, std) for std in (1, 0.02))
+        head = Head(embedding, torch.ones(shape[1]), rows, 1e-5)
         words = config.vocab.draft_vocab_size
         draft = Draft(draft_config(target, section, target.aux_layers(None), words), head.embedding_VH)
-        teacher = TargetHead(head, torch.arange(words), device)
+        teacher = TargetHead(head, torch.arange(words), device, dtype)
     rows: Any = RandomRows(
         section.rows_per_step, section.tokens_per_row, config.target.max_length, target.hidden_size, target.dtype
     )

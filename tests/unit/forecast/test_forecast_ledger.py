@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.forecast import ledger as ledger_module
 from pipeline.forecast.ledger import BLOCK_BYTES, Ledger
+from pipeline.train import attention
 from pipeline.train.checkpoint import Progress
 from tests.forecasting import make_trainer, small_run
 
@@ -104,15 +105,41 @@ def test_training_on_fake_tensors_takes_what_real_training_takes(tmp_path, monke
     """Two steps and a validation of the trainer, on the CPU's own kernels in both: PyTorch's allocator against us."""
     config, target = small_run(tmp_path, epochs=1, checkpoint_steps=2, **train)
     monkeypatch.setattr(ledger_module, "_AsOnGpu", contextlib.nullcontext)
+    monkeypatch.setattr(attention, "causal", plainly_causal)
 
     def run() -> None:
-        make_trainer(config, target).run(Progress(), lambda _: None, lambda *_: None)
+        trainer = make_trainer(config, target)
+        trainer.draft.flex = True
+        trainer.run(Progress(), lambda _: None, lambda *_: None)
 
     real = peak_of(run)
     with Ledger() as ledger:
         run()
     assert real > 20_000_000
     assert sum(ledger.at_peak().values()) == pytest.approx(real, rel=0.02)
+
+
+def plainly_causal(query, key, value, _blocks):
+    """In place of a GPU's kernel, with all scores, over rows whose every index asks."""
+    key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+    scores = (query @ key.transpose(1, 2)).float() / query.shape[-1] ** 0.5
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+    log_sums = scores.masked_fill(~seen, -1e9).logsumexp(-1)
+    return (scores - log_sums[..., None]).exp().to(value.dtype) @ value, log_sums
+
+
+def test_attention_of_a_gpu_keeps_one_number_a_query_and_head():
+    heads, width = 8, 64
+    with Ledger() as ledger:
+        query, key, value = (torch.zeros(n, ROWS, width, requires_grad=True) for n in (heads, 2, 2))
+        ledger.mark("inputs", [query, key, value])
+        result, sums = attention.causal(query, key, value, None)
+        forward = ledger.at_peak()["activations"]
+        torch.autograd.grad(result, [query, key, value], torch.zeros_like(result))
+    made, log_sums = heads * ROWS * width * 4, heads * ROWS * 4
+    assert forward == made + log_sums
+    assert ledger.at_peak()["activations"] == forward + made + made + made // 4 * 2 + log_sums
+    del sums
 
 
 def peak_of(run: Callable[[], None]) -> int:
