@@ -20,37 +20,26 @@ Exit codes: 0 measured; 1 a phase failed (the others are measured), or --require
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import Formatter, count, machine
 from benchmarks.figures import Measured, goal_of, medians, table, told
 from benchmarks.models import MODELS, Setting, count_parameters, write_model
 from benchmarks.phases import GROUPS, disk, stock, with_engine
 from benchmarks.stock import BREAKS, FOR_A_CPU, FOR_THE_BENCHMARK, kept_patches, make_variant
-from pipeline import __version__, engine
+from pipeline import engine
 from pipeline.errors import ConfigError, UserError
-from pipeline.preflight.gpus import read_gpus
 
 ON_DISK = ("stream-disk", "disk")
 FOR_THE_TARGET = ("prefill", *ON_DISK)
 ALL = tuple(name for group in GROUPS for name in group)
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """The description as it is written; defaults after the flags that have one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        return (action.help or "") + (f" (default: {action.default})" if action.default else "")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,24 +69,24 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.extract",
         description=__doc__,
         epilog=f"patches that `stock` keeps:\n{kept}\n{cpu}",
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
         allow_abbrev=False,
     )
     models = ", ".join(f"{name} ({count_parameters(config) / 1e9:.3g} billion)" for name, config in MODELS.items())
     add = parser.add_argument
     add("--model", choices=MODELS, default="tiny" if engine.on_cpu() else "llama-8b",
         help=f"shapes of the model, with their parameters: {models}")  # fmt: skip
-    add("--prompts", type=_count, default=256, metavar="N", help="prompts, random token ids")
-    add("--tokens", type=_count, default=1024, metavar="N", help="tokens of each prompt")
-    add("--batched-tokens", type=_count, default=8192, metavar="N", help="tokens of one forward pass")
-    add("--batch", type=_count, default=8, metavar="N",
+    add("--prompts", type=count, default=256, metavar="N", help="prompts, random token ids")
+    add("--tokens", type=count, default=1024, metavar="N", help="tokens of each prompt")
+    add("--batched-tokens", type=count, default=8192, metavar="N", help="tokens of one forward pass")
+    add("--batch", type=count, default=8, metavar="N",
         help="prompts of one generate() of `stock`; lowered, and said so, to what fits one forward pass, because stock "
         "loses the rows beyond it")  # fmt: skip
-    add("--shard-tokens", type=_count, default=8192, metavar="N",
+    add("--shard-tokens", type=count, default=8192, metavar="N",
         help="tokens of one shard. The step's own default, 65536, is for long runs: most of a short one's time would "
         "go to the writing of its last shards")  # fmt: skip
-    add("--writers", type=_count, default=4, metavar="N", help="shards, or files of `disk`, that are written at once")
-    add("--tensor-parallel", type=_count, default=1, metavar="N", help="GPUs that share the model")
+    add("--writers", type=count, default=4, metavar="N", help="shards, or files of `disk`, that are written at once")
+    add("--tensor-parallel", type=count, default=1, metavar="N", help="GPUs that share the model")
     add("--phases", type=_names, default=None, metavar="A,B",
         help=f"which, of {','.join(ALL)}; default: all, without --disk those that need no disk")  # fmt: skip
     add("--tmpfs", type=Path, default=Path("/dev/shm"), metavar="DIR",
@@ -105,18 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--disk", type=Path, metavar="DIR", help="folder on the disk that is measured, with room for the same")
     add("--disk-gb", type=float, default=4.0, metavar="GB",
         help="what `disk` writes at least, in 10^9 bytes; the states' bytes if they are more")  # fmt: skip
-    add("--repeat", type=_count, default=1, metavar="N", help="rounds of all phases; the table has each one's median")
+    add("--repeat", type=count, default=1, metavar="N", help="rounds of all phases; the table has each one's median")
     add("--json", type=Path, metavar="FILE", help="file to which one line is appended: machine, versions, all runs")
     add("--require", action="store_true", help="exit with 1 unless extraction to disk reached its target")
     add("--model-folder", type=Path, help=argparse.SUPPRESS)
     add("--result", type=Path, help=argparse.SUPPRESS)  # in a child: measure --phases, one JSON a line
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
 
 
 def _names(text: str) -> list[str]:
@@ -252,13 +235,13 @@ def _run_group(options: argparse.Namespace) -> int:
 
 
 def _print_page(options: argparse.Namespace, runs: list[Measured], failed: list[str]) -> None:
-    setting, machine, best = _setting(options), _machine(), medians(runs)
+    setting, here, best = _setting(options), machine(), medians(runs)
     parameters = count_parameters(MODELS[setting.model]) / 1e9
     print(
         f"{setting.model}, {parameters:.3g} billion random weights in {setting.dtype}; {setting.prompts:,} prompts of "
         f"{setting.tokens:,} tokens, {setting.batched_tokens:,} a forward pass; {setting.bytes_per_token:,} bytes of "
-        f"states a token\n{machine['gpu'] or machine['cpu']}, {machine['vllm']}, torch {machine['torch']}, "
-        f"{machine['date']}\n"
+        f"states a token\n{here['gpu'] or here['cpu']}, {here['vllm']}, torch {here['torch']}, "
+        f"{here['date']}\n"
     )
     print(table(best, runs))
     for phase in failed:
@@ -273,7 +256,7 @@ def _facts(options: argparse.Namespace, runs: list[Measured], failed: list[str])
     shown = ("model", "prompts", "tokens", "batched_tokens", "shard_tokens", "writers", "tensor_parallel", "repeat")
     return {
         "benchmark": "extract",
-        "machine": _machine(),
+        "machine": machine(),
         "setting": {name: getattr(options, name) for name in shown}
         | {"batch": _batch(options), "dtype": _setting(options).dtype},
         "parameters": count_parameters(MODELS[options.model]),
@@ -282,28 +265,6 @@ def _facts(options: argparse.Namespace, runs: list[Measured], failed: list[str])
         "failed": failed,
         "target": {"tokens_per_s": target.tokens_per_s, "is_reached": target.is_reached} if target else None,
     }
-
-
-def _machine() -> dict[str, Any]:
-    gpus = read_gpus()
-    names = [line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")]
-    return {
-        "gpu": gpus.visible[0].name if gpus.visible else None,
-        "gpus": len(gpus.visible),
-        "driver": gpus.driver or None,
-        "cpu": names[0] if names else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "aerie": __version__,
-        "vllm": engine.version(),
-        "torch": metadata.version("torch"),
-        "python": platform.python_version(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
-def _cpu_lines() -> Iterator[str]:
-    path = Path("/proc/cpuinfo")
-    yield from path.read_text().splitlines() if path.is_file() else ()
 
 
 if __name__ == "__main__":

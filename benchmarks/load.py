@@ -5,7 +5,6 @@
 Writes random states (bfloat16, then fp8) to --folder, reads them as `train` does, and removes them. Each measurement
 has a process of its own:
 
-  mapped    as before there was a loader: one row when it is needed, by way of safetensors' mapping
   read      one row when it is needed, straight to where it is wanted (train.prefetch_rows = 0)
   reused    the same to memory that is used again: what a thread does where a GPU trains
   N ahead   rows read ahead by threads (train.prefetch_rows = N, as many threads, four at most)
@@ -24,23 +23,24 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.command import Formatter, count, machine
+from pipeline.errors import UserError
 from pipeline.store import claim, finish, require_space, run_key
 from pipeline.store.samples import Sample
-from pipeline.store.states import StatesReader, StatesSample, shard_bytes, write_states
+from pipeline.store.states import StatesReader, shard_bytes, write_states
 from pipeline.train.data import Row, Rows, row_bytes
 from pipeline.train.loader import RowsAhead
 
 AUX_LAYERS, LAST_LAYER = [2, 30, 58], 61
 STORED = {"bf16": None, "fp8": "fp8"}
 AHEAD = {"read": 0, "1 ahead": 1, "2 ahead": 2, "4 ahead": 4}
-WAYS = ("mapped", "reused", *AHEAD)
+WAYS = ("reused", *AHEAD)
 
 
 @dataclass(frozen=True)
@@ -71,39 +71,49 @@ class Measured:
 def main(arguments: list[str] | None = None) -> int:
     """Measure. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    results: list[Measured] = []
-    for stored in STORED:
-        folder: Path = options.folder / f"states-{stored}"
-        try:
-            _write(folder, options, stored)
-            for way in options.ways:
-                for cold in (False, True):
-                    task = Task(folder, stored, way, cold, options.row_tokens, options.trains)
-                    results.append(_apart(task))
-                    print(_line(results[-1]), flush=True)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    try:
+        runs = [run for stored in STORED for run in _run_all(options, stored)]
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     size = row_bytes(options.row_tokens, len(AUX_LAYERS), options.hidden_size, 2)
     print(f"a row of {options.row_tokens:,} tokens: {size / 1e6:,.0f} MB; {len(os.sched_getaffinity(0))} cores")
     if options.json:
+        said = {"benchmark": "load", "machine": machine(), "runs": [asdict(run) for run in runs]}
         with options.json.open("a") as file:
-            file.writelines(json.dumps(asdict(result)) + "\n" for result in results)
+            file.write(json.dumps(said) + "\n")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.load", description=__doc__, formatter_class=Formatter, allow_abbrev=False
     )
-    parser.add_argument("--folder", type=Path, required=True, help="where the states are written (removed afterwards)")
-    parser.add_argument("--hidden-size", type=int, default=7168, help="default: 7168, Kimi-K2.5's")
-    parser.add_argument("--tokens", type=int, default=65536, help="all tokens; 57,344 bytes each (default: 65536)")
-    parser.add_argument("--shard-tokens", type=int, default=16384, help="tokens of a file (default: 16384)")
-    parser.add_argument("--row-tokens", type=int, default=8192, help="tokens of a row (default: 8192)")
-    parser.add_argument("--trains", type=float, default=30000, help="tokens/s of the GPU to be fed (default: 30000)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which of them (default: all)")
-    parser.add_argument("--json", type=Path, help="append the figures here, one object a line")
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, metavar="DIR", help="where the states are written (removed afterwards)")
+    add("--hidden-size", type=count, default=7168, metavar="N", help="Kimi-K2.5's unless said otherwise")
+    add("--tokens", type=count, default=65536, metavar="N", help="all tokens; 57,344 bytes each at Kimi-K2.5's size")
+    add("--shard-tokens", type=count, default=16384, metavar="N", help="tokens of a file")
+    add("--row-tokens", type=count, default=8192, metavar="N", help="tokens of a row")
+    add("--trains", type=float, default=30000, metavar="N", help="tokens/s of the GPU that is to be fed")
+    add("--ways", nargs="+", choices=WAYS, default=WAYS, help="which of them")
+    add("--json", type=Path, metavar="FILE", help="file to which one line is appended: machine, versions, all runs")
     return parser
+
+
+def _run_all(options: argparse.Namespace, stored: str) -> list[Measured]:
+    """All ways of reading states that are stored in this way."""
+    folder: Path = options.folder / f"states-{stored}"
+    runs: list[Measured] = []
+    try:
+        _write(folder, options, stored)
+        for way in options.ways:
+            for cold in (False, True):
+                runs.append(_apart(Task(folder, stored, way, cold, options.row_tokens, options.trains)))
+                print(_line(runs[-1]), flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return runs
 
 
 def _write(folder: Path, options: argparse.Namespace, stored: str) -> None:
@@ -152,10 +162,7 @@ def _measure(task: Task) -> Measured:
     order = rows.of_epoch(0)
     held, begun = _memory("VmRSS"), time.monotonic()
     tokens = 0
-    if task.way == "mapped":
-        for samples in order:
-            tokens += _checked(_mapped(rows, samples))
-    elif task.way == "reused":
+    if task.way == "reused":
         room = rows.load(order[0])  # its memory is there
         begun = time.monotonic()
         for samples in order:
@@ -172,27 +179,6 @@ def _measure(task: Task) -> Measured:
     alone = AHEAD.get(task.way, 0) == 0  # then reading and training take turns
     wait = task.trains / (task.trains + rate) if alone else max(0.0, 1 - rate / task.trains)
     return Measured(task.stored, task.way, task.cold, rate, size / seconds, _memory("VmHWM") - held, wait)
-
-
-def _mapped(rows: Rows, samples: list[int]) -> Row:
-    """A row as it was made before: read out of the mapping, then copied to its place."""
-    row = rows.room()
-    for value in vars(row).values():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-    for start, end, sample in _places(rows, samples):
-        row.aux_RLH[start:end] = sample.aux_states_SLH
-        row.last_RH[start:end] = sample.last_states_SH
-        row.documents.append((start, end))
-    return row
-
-
-def _places(rows: Rows, samples: list[int]) -> Iterator[tuple[int, int, StatesSample]]:
-    start = 0
-    for index in samples:
-        sample = rows.reader.read(index)
-        yield start, start + len(sample.input_ids_S), sample
-        start += len(sample.input_ids_S)
 
 
 def _checked(row: Row) -> int:

@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from benchmarks.extract import _count, _Formatter, _machine
+from benchmarks.command import Formatter, count, machine
 from benchmarks.training import SIDES, TINY, Setting, Trained, measure
 
 SPEED, MEMORY = 1.15, 0.75
@@ -56,13 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
         runs.append({"setting": asdict(setting), "runs": [r.facts() for m in measured.values() for r in m]})
     if options.json:
         with options.json.open("a") as file:
-            file.write(json.dumps({"benchmark": "train", "machine": _machine(), "settings": runs}) + "\n")
+            file.write(json.dumps({"benchmark": "train", "machine": machine(), "settings": runs}) + "\n")
     return 1 if failed or (options.require and not met) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train", description=__doc__, formatter_class=_Formatter, allow_abbrev=False
+        prog="python -m benchmarks.train", description=__doc__, formatter_class=Formatter, allow_abbrev=False
     )
     add = parser.add_argument
     add("--reference", type=Path, metavar="DIR", help="folder with speculators 0.9.0 and what it needs beyond ours")
@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--supervised", type=float, default=0.6, metavar="X", help="share of tokens that are the target's own")
     add("--train-lm-head", action="store_true",
         help="train the output rows on both sides; by default neither does, as speculators 0.9.0")  # fmt: skip
-    add("--warmup", type=_count, default=4, metavar="N", help="steps before the first that counts")
-    add("--iterations", type=_count, default=12, metavar="N", help="steps that count")
-    add("--repeat", type=_count, default=2, metavar="N", help="processes of each side, in turn; the median is shown")
+    add("--warmup", type=count, default=4, metavar="N", help="steps before the first that counts")
+    add("--iterations", type=count, default=12, metavar="N", help="steps that count")
+    add("--repeat", type=count, default=2, metavar="N", help="processes of each side, in turn; the median is shown")
     add("--tiny", action="store_true", help="small sizes, for a machine without a GPU")
     add("--json", type=Path, metavar="FILE", help="file to which one line is appended: machine, settings, all runs")
     add("--require", action="store_true",
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+    return [count(part) for part in text.split(",")]
 
 
 def _settings(options: argparse.Namespace) -> list[Setting]:
