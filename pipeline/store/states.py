@@ -19,7 +19,6 @@ holds one key, `aerie`, with JSON in it.
 import json
 import os
 from bisect import bisect_right
-from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,12 @@ from pipeline.store.dtypes import Stored, is_encoded, stored_dtype
 from pipeline.store.encoding import FP8, decode, encode_in_place
 from pipeline.store.manifest import Manifest, Shard, read_manifest
 from pipeline.store.samples import Sample
-from pipeline.store.tensors import Layout, Place, header_bytes, in_file_order, places, write_tensors
+from pipeline.store.tensors import DTYPES, Layout, Place, header_bytes, in_file_order, places, write_tensors
 
 FORMAT = 1
 METADATA_KEY = "aerie"
 RUN_KEY_DIGITS = 32
 """Length of pipeline.store.run_key's result."""
-OPEN_SHARDS = 64
-"""Shards kept mapped at once: enough for a shuffled reader, far below the kernel's 65,530 mappings a process."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +167,9 @@ class _Part:
     header: ShardHeader
     offsets: np.ndarray
     num_supervised: np.ndarray
+    hidden_size: int
+    dtype: torch.dtype
+    """What states are read as."""
     places: dict[str, Place]
 
 
@@ -185,7 +185,6 @@ class StatesReader:
         self.manifest: Manifest = read_manifest(folder, "extract")
         self._parts = [_open_part(folder, shard, self.manifest) for shard in self.manifest.shards]
         self._first_N = np.cumsum([0, *(len(part.header.sample_ids) for part in self._parts)]).tolist()
-        self._mapped: OrderedDict[int, Any] = OrderedDict()
         self.lengths_N = np.concatenate([np.diff(part.offsets) for part in self._parts] or [np.zeros(0, np.int64)])
         """Tokens of each sample, int64."""
         self.num_supervised_N = np.concatenate([part.num_supervised for part in self._parts] or [np.zeros(0, np.int64)])
@@ -198,32 +197,15 @@ class StatesReader:
         return self._first_N[-1]
 
     def read(self, index: int) -> StatesSample:
-        """Sample `index`, copied out of the file: nothing of the shard stays in memory."""
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index} of {self.num_samples}")
+        """Sample `index`, in memory of its own. Raises as `read_into` does."""
         number, row = self._locate(index)
-        part, shard = self._parts[number], self._map(number)
-        rows = slice(int(part.offsets[row]), int(part.offsets[row + 1]))
+        part, size = self._parts[number], int(self.lengths_N[index])
+        aux_SLH = torch.empty(size, len(part.header.aux_layers), part.hidden_size, dtype=part.dtype)
+        last_SH = torch.empty(size, part.hidden_size, dtype=part.dtype)
+        input_ids_S, loss_mask_S = self.read_into(index, aux_SLH, last_SH)
+        return StatesSample(part.header.sample_ids[row], input_ids_S, loss_mask_S, aux_SLH, last_SH)
 
-        def copy(name: str) -> torch.Tensor:
-            return shard.get_slice(name)[rows].clone()
-
-        def states(name: str) -> torch.Tensor:
-            stored = copy(f"{name}_hidden_states")
-            if part.header.dtype is None:
-                return stored
-            scales = copy(f"{name}_scales") if stored.dtype == FP8 else None
-            return decode(stored, scales, getattr(torch, part.header.dtype))
-
-        return StatesSample(
-            part.header.sample_ids[row],
-            copy("input_ids").to(torch.int64),
-            copy("loss_mask"),
-            states("aux"),
-            states("last"),
-        )
-
-    def place(self, index: int) -> tuple[str, Path]:
+    def origin(self, index: int) -> tuple[str, Path]:
         """The id of sample `index`, and the file that holds it: how a fault in it is told."""
         number, row = self._locate(index)
         part = self._parts[number]
@@ -235,8 +217,8 @@ class StatesReader:
         The tensors, on the CPU and contiguous, have the sample's shape and the run's dtype. States go from the kernel
         to them without a copy between (fp8: by way of as many bytes as the file has), and several threads may read
         at once: nothing is mapped or kept open, and neither reading nor decoding holds Python's lock. Raises
-        InputError, naming sample and file, where the file cannot be read or has become shorter (a mapped file that
-        does ends the process).
+        InputError, naming sample and file, where the file cannot be read or has become shorter (a mapped one that does
+        would end the process).
         """
         number, row = self._locate(index)
         part = self._parts[number]
@@ -261,20 +243,11 @@ class StatesReader:
         return ids.to(torch.int64), mask
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """The shard of sample `index`, and which of that shard's samples it is."""
+        """The shard of sample `index`, and which of that shard's samples it is. IndexError where there is none."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
         number = bisect_right(self._first_N, index) - 1
         return number, index - self._first_N[number]
-
-    def _map(self, number: int) -> Any:
-        if number not in self._mapped:
-            if len(self._mapped) >= OPEN_SHARDS:
-                self._mapped.popitem(last=False)
-            self._mapped[number] = _open(self._parts[number].path)
-        self._mapped.move_to_end(number)
-        return self._mapped[number]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": OrderedDict()}
 
 
 def _read_states(descriptor: int, part: _Part, name: str, first: int, states: torch.Tensor) -> None:
@@ -326,7 +299,8 @@ def _open_part(folder: Path, shard: Shard, manifest: Manifest) -> _Part:
         if "F8_E4M3" in [file.get_slice(name).get_dtype() for name in names]:
             names += ["aux_scales", "last_scales"]
         shapes = [file.get_slice(name).get_shape() for name in names]
-        stored_dtype(header.dtype or "float32", None)  # KeyError for one that is none
+        placed = places(path)
+        dtype = DTYPES[stored_dtype(header.dtype, None).code] if header.dtype else placed["aux_hidden_states"].dtype
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise _unusable(path, f"holds no states of this format ({error})") from None
     if header.format != FORMAT:
@@ -342,7 +316,7 @@ def _open_part(folder: Path, shard: Shard, manifest: Manifest) -> _Part:
     if not len(lengths) == len(header.sample_ids) == len(header.conversation_ids) == shard.samples:
         raise _unusable(path, "has other samples than its manifest")
     supervised = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-    return _Part(path, header, offsets, np.diff(supervised[offsets]), places(path))
+    return _Part(path, header, offsets, np.diff(supervised[offsets]), hidden, dtype, placed)
 
 
 def _open(path: Path) -> Any:

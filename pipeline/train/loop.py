@@ -346,7 +346,7 @@ def suspects(
     all. The first of these lists that is not empty, in any process, is the one to name."""
 
     def text(index: int) -> str:
-        sample_id, path = rows.reader.place(index)
+        sample_id, path = rows.reader.origin(index)
         return f"{sample_id} in {path.name}"
 
     bad = [
