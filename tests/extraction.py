@@ -3,7 +3,6 @@ processes that kill themselves at a named point."""
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipeline.extract.engines import Captured
 from pipeline.extract.stream import writer
 from pipeline.store import atomic
 from pipeline.store.samples import Sample
+from tests.runs import ended, in_child
 
 HIDDEN, NUM_LAYERS = 16, 8
 LENGTHS = [30, 1, 50, 20, 45, 60, 5, 5]
@@ -84,28 +84,6 @@ class Slow(StandIn):
     def fault(self, captured: Captured, sample: Sample) -> Captured:
         time.sleep(0.002)
         return captured
-
-
-def in_child(work: Callable[[], int | None]) -> int:
-    """Start `work` in a process of its own, silent; its result is the exit code. Returns the process id."""
-    child = os.fork()
-    if child:
-        return child
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    sys.stdout, sys.stderr = open(os.devnull, "w"), open(os.devnull, "w")  # noqa: SIM115, PTH123
-    code = 70
-    try:
-        code = work() or 0
-    finally:
-        os._exit(code)
-
-
-def ended(child: int) -> int:
-    """Wait for a child: its exit code, or the negative number of the signal that ended it."""
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
 
 
 def kill_myself() -> None:

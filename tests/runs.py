@@ -1,8 +1,14 @@
-"""Runs for the tests: a configuration file and a prepared/ folder, as the steps leave them."""
+"""Runs for the tests: a configuration file and a prepared/ folder, as the steps leave them; runs in a child process."""
 
+import faulthandler
 import hashlib
+import os
+import select
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +31,44 @@ sources = ["unused"]
 [extract]
 shard_tokens = {shard_tokens}
 """
+
+
+CHILD_S = 200.0
+"""No child of a test takes so long, on a busy machine either."""
+
+
+def in_child(work: Callable[[], int | None]) -> int:
+    """Start `work` in a process of its own, silent; its result is the exit code. Returns the process id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of forks beside threads
+        child = os.fork()
+    if child:
+        return child
+    faulthandler.enable(os.dup(2))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    sys.stdout, sys.stderr = open(os.devnull, "w"), open(os.devnull, "w")  # noqa: SIM115, PTH123
+    code = 70
+    try:
+        code = work() or 0
+    finally:
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """Wait for a child: its exit code, or the negative number of the signal that ended it.
+
+    One that hangs is ended by SIGABRT after CHILD_S, and says where all its threads were.
+    """
+    descriptor = os.pidfd_open(child)
+    try:
+        if not select.select([descriptor], [], [], CHILD_S)[0]:
+            os.kill(child, signal.SIGABRT)
+    finally:
+        os.close(descriptor)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from typing import Protocol
 from pipeline.__main__ import main as command
 from pipeline.extract import engines, step
 from pipeline.store import file_sha256
-from tests.extraction import HIDDEN, MANIFEST, NUM_LAYERS, Slow, ended, in_child
-from tests.runs import contents, make_samples, write_run
+from tests.extraction import HIDDEN, MANIFEST, NUM_LAYERS, Slow
+from tests.runs import contents, ended, in_child, make_samples, write_run
 from tests.zygote import Zygote
 
 LENGTHS = [30, 1, 50, 20, 45, 60, 5, 5, 64, 12, 33, 7, 60, 60, 2, 18, 40, 22, 9, 51] * 2

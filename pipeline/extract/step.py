@@ -30,7 +30,7 @@ from pipeline.extract.plan import (
 )
 from pipeline.extract.progress import Counts, Progress
 from pipeline.extract.space import require_room
-from pipeline.extract.stop import StopSignals
+from pipeline.extract.stop import ShardSignals
 from pipeline.extract.versions import engine_versions
 from pipeline.progress import clock, scaled
 from pipeline.store import Manifest, Shard, claim, finish, read_manifest, release, run_key
@@ -78,7 +78,7 @@ class Job:
 def extract(config: Run) -> None:
     """Make hidden/ of this run, or a part of it, or what is left of that."""
     job = job_of(config)
-    with StopSignals() as stop, _writing(job.folder), held(job.folder, job.part):
+    with ShardSignals() as stop, _writing(job.folder), held(job.folder, job.part):
         with claiming(job.folder, job.part):
             manifest = claim(job.folder, "extract", job.inputs)
             if manifest and _is_whole(job.folder, manifest):
@@ -108,7 +108,7 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _extract(job: Job, stop: StopSignals) -> None:
+def _extract(job: Job, stop: ShardSignals) -> None:
     planned = plan_of(job)
     mine = job.part.take(planned)
     done = resume(job, mine, alone=job.part.is_whole).done
@@ -249,7 +249,7 @@ def _shown(progress: Progress) -> Iterator[None]:
 
 
 def _capture(
-    job: Job, engine: engines.Engine, planned: list[Planned], files: set[str], progress: Progress, stop: StopSignals
+    job: Job, engine: engines.Engine, planned: list[Planned], files: set[str], progress: Progress, stop: ShardSignals
 ) -> dict[str, Shard]:
     """Run the samples of `files` through the engine, shard by shard. Returns the new shards by file name.
 
@@ -284,7 +284,7 @@ def _follow(
     planned: list[Planned],
     files: set[str],
     progress: Progress,
-    stop: StopSignals,
+    stop: ShardSignals,
 ) -> dict[str, Shard]:
     """Have an engine that writes by itself make `files`. Returns the new shards by file name.
 

@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 from pipeline.config import Run, TrainSection
 from pipeline.errors import NO_ROOM, ConfigError, Stopped, UserError
-from pipeline.train.stop import EXIT_S, say
+from pipeline.stop import EXIT_S, notice, say
 
 HOST = "127.0.0.1"
+NOTICE = notice("train", "the step in hand is done and saved", EXIT_S)
 GRACE_S = EXIT_S + 1
 """After a signal: processes that have not saved and ended by then are killed. Checkpoints are whole either way."""
 POLL_S = 0.2
@@ -185,7 +186,7 @@ def _wait(workers: list[_Worker], signals: _Signals) -> None:
 
 def _let_end(workers: list[_Worker], signals: _Signals) -> None:
     """Tell all to end, and wait until they have, or a second signal comes, or the time is over."""
-    say()
+    say(NOTICE)
     for worker in workers:
         worker.stopped = True
         worker.process.terminate()

@@ -15,12 +15,12 @@ from tqdm import tqdm
 
 from pipeline.config import TrainSection
 from pipeline.errors import InputError, Stopped
+from pipeline.stop import NUMBERS, StopSignals
 from pipeline.train.checkpoint import Progress
 from pipeline.train.data import Row, Rows
 from pipeline.train.draft import Draft
 from pipeline.train.loader import RowsAhead
 from pipeline.train.loss import StepSums, TargetHead, compile_step, supervised_at, unroll
-from pipeline.train.stop import NUMBERS, StopSignals
 
 ADVICE = "Lower train.learning_rate, look at these samples, or set train.on_nonfinite to skip"
 NAMES = 4
@@ -114,20 +114,21 @@ class Trainer:
         Raises Stopped after a signal that any of the processes got: when the step in hand is done and `save` was
         called. Raises InputError for numbers that are not finite, as train.on_nonfinite says.
         """
-        stop = stop or StopSignals()
+        stop = stop or StopSignals("")  # one that hears nothing
         steps = list(self._remaining(progress))
         unvalidated = self.validation_rows is not None and progress.step > 0 and not progress.metrics
-        if unvalidated and self._checkpoint_due(progress.step, progress.step_in_epoch == 0):
-            self._validate_and_save(progress, save, report, stop)  # a signal came where this was due
-        progress.metrics, self.saved_s = {}, time.monotonic()
-        with self._ahead(self.train_rows, steps, self.section.prefetch_rows) as rows, stop.steps_in_hand():
-            for epoch, step in steps:
-                told = self._one(epoch, step, progress, rows, report, stop)
-                if told.signal and progress.step < self.total_steps:
-                    save(progress)
-                    raise Stopped(told.signal)
-                if told.time_is_due or self._checkpoint_due(progress.step, progress.step_in_epoch == 0):
-                    self._validate_and_save(progress, save, report, stop)
+        with stop.in_hand():
+            if unvalidated and self._checkpoint_due(progress.step, progress.step_in_epoch == 0):
+                self._validate_and_save(progress, save, report, stop)  # a signal came where this was due
+            progress.metrics, self.saved_s = {}, time.monotonic()
+            with self._ahead(self.train_rows, steps, self.section.prefetch_rows) as rows:
+                for epoch, step in steps:
+                    told = self._one(epoch, step, progress, rows, report, stop)
+                    if told.signal and progress.step < self.total_steps:
+                        save(progress)
+                        raise Stopped(told.signal)
+                    if told.time_is_due or self._checkpoint_due(progress.step, progress.step_in_epoch == 0):
+                        self._validate_and_save(progress, save, report, stop)
         if progress.skipped and progress.skipped == progress.step:
             raise InputError(f"train: all {progress.step:,} steps were skipped: none had finite numbers. {ADVICE}")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.config import Run
 from pipeline.errors import ConfigError, InputError, Stopped, UserError
+from pipeline.stop import StopSignals
 from pipeline.store import Shard, claim, exclusive, finish, release, require_space
 from pipeline.store.states import StatesReader
 from pipeline.target import Target
@@ -19,11 +20,11 @@ from pipeline.train.checkpoint import Keeper, Progress, newest, restore
 from pipeline.train.data import Rows, split_by_conversation
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.init_from import begin_from, fingerprint
+from pipeline.train.launch import NOTICE
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead, frozen_dtype
 from pipeline.train.randomness import gathered, seed_all
 from pipeline.train.report import Reporter
-from pipeline.train.stop import StopSignals
 from pipeline.vocab import load_map
 
 FORMAT = 3
@@ -42,7 +43,7 @@ def run(config: Run) -> None:
     Raises MismatchError for checkpoints of other settings, InputError for unfinished predecessors.
     """
     with ExitStack() as stack:
-        stop = stack.enter_context(StopSignals(alone=int(os.environ.get("WORLD_SIZE", "1")) == 1))
+        stop = stack.enter_context(StopSignals(NOTICE, alone=int(os.environ.get("WORLD_SIZE", "1")) == 1))
         place = stack.enter_context(_processes(config.train.threads))
         folder = config.folder("checkpoints")
         target, reader = Target(config.target), StatesReader(config.folder("hidden"))

@@ -20,6 +20,7 @@ from pipeline.store import read_manifest
 from pipeline.train import checkpoint, data, loop
 from pipeline.train.randomness import random_state, seed_all, set_random_state
 from tests.models import Reference
+from tests.runs import ended, in_child
 from tests.training import make_hidden, write_config
 
 TRAIN = {
@@ -184,16 +185,10 @@ def test_a_signal_before_the_first_step_ends_it_at_once(new_run, monkeypatch, ca
 
 
 def test_a_stop_that_takes_too_long_is_ended(new_run, monkeypatch):
-    from pipeline.train import stop
-
     config = new_run()
-    monkeypatch.setattr(stop, "EXIT_S", 0.5)
+    monkeypatch.setattr("pipeline.stop.EXIT_S", 0.5)
     at_step(monkeypatch, 2, lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)))
-    pid = os.fork()
-    if pid == 0:
-        run_step("train", config)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
+    assert ended(in_child(lambda: run_step("train", config))) == 143
 
 
 def test_a_second_signal_ends_the_process_at_once(new_run, monkeypatch):
@@ -205,13 +200,7 @@ def test_a_second_signal_ends_the_process_at_once(new_run, monkeypatch):
         time.sleep(60)
 
     at_step(monkeypatch, 2, twice)
-    pid = os.fork()
-    if pid == 0:
-        run_step("train", config)
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    assert os.WIFSIGNALED(status)
-    assert os.WTERMSIG(status) == signal.SIGTERM
+    assert ended(in_child(lambda: run_step("train", config))) == -signal.SIGTERM
     assert not (folder(config) / "step-00000003").exists()
 
 

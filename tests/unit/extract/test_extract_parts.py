@@ -12,8 +12,8 @@ from pipeline.extract.engines import Captured
 from pipeline.extract.parts import Part
 from pipeline.store import exclusive, exclusive_part
 from pipeline.store.samples import Sample
-from tests.extraction import FILES, StandIn, ended, extract, in_child
-from tests.runs import contents, damaged
+from tests.extraction import FILES, StandIn, extract
+from tests.runs import contents, damaged, ended, in_child
 
 
 def merge(config: Path) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import pipeline.stop
 from pipeline.extract import engines, space, stop
 from pipeline.extract.engines import Captured
 from pipeline.store import atomic, file_sha256, tensors
@@ -22,12 +23,10 @@ from tests.extraction import (  # fmt: skip
     SHARD_TOKENS,
     Slow,
     StandIn,
-    ended,
     extract,
-    in_child,
     killed_in,
 )
-from tests.runs import contents, make_samples, small_file_system, write_run
+from tests.runs import contents, ended, in_child, make_samples, small_file_system, write_run
 from tests.soak import Campaign
 
 # ---- SIGKILL
@@ -134,7 +133,7 @@ def test_a_shard_that_takes_too_long_is_given_up(
 
 def test_an_engine_that_does_not_end_does_not_keep_the_process(config: Path, monkeypatch: pytest.MonkeyPatch):
     def work() -> int:
-        stop.EXIT_S = 0.2
+        pipeline.stop.EXIT_S = 0.2
         StandIn.fault = on_sample_4(lambda: os.kill(os.getpid(), signal.SIGTERM))  # type: ignore[method-assign]
         StandIn.close = lambda self: time.sleep(60)
         return extract(config)
@@ -216,9 +215,9 @@ def test_a_second_signal_ends_process_1_of_a_container_too(monkeypatch: pytest.M
     ended_with: list[int] = []
     monkeypatch.setattr(os, "getpid", lambda: pid)
     monkeypatch.setattr(os, "_exit", ended_with.append)
-    with stop.StopSignals() as signals:
+    with stop.ShardSignals() as signals:
         signals._in_hand = True
-        signals._first(signal.SIGTERM, None)
+        signals._note(signal.SIGTERM, None)
         again = signal.getsignal(signal.SIGTERM)
         signal.setitimer(signal.ITIMER_REAL, 0)
     if pid == 1:
