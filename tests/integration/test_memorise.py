@@ -103,11 +103,12 @@ def test_targets_without_the_final_norm_are_seen(tmp_path, memory, monkeypatch):
 def test_a_draft_fed_its_own_argmax_in_training_is_seen(tmp_path, memory, memorised, monkeypatch):
     """0.3.0 fed test-time-training steps the draft's guesses in place of the data's tokens."""
     d2t_D, _ = vocab.load_map(memorised.folder("vocab"))
-    kept_D, advance = d2t_D + torch.arange(len(d2t_D)), Draft.advance
+    kept_D, advance = d2t_D + torch.arange(len(d2t_D)), Draft._advance
 
-    def argmax_fed(self, chain, tokens_R):
-        guessed_R = kept_D[self.logits(chain.hidden_RH.detach()).argmax(-1)]
-        return advance(self, chain, guessed_R if self.training and chain.step else tokens_R)
+    def argmax_fed(self, chain, tokens_M, *more):
+        if self.training and chain.step:
+            tokens_M = kept_D[self.logits(chain.hidden_MH.detach()).argmax(-1)]
+        return advance(self, chain, tokens_M, *more)
 
-    monkeypatch.setattr(Draft, "advance", argmax_fed)
+    monkeypatch.setattr(Draft, "_advance", argmax_fed)
     assert by_reference(memory.train(tmp_path)).total.acceptance_length < 3.4
