@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 LOG_INTERVAL_S = 30.0
 """Where the output is no terminal, a line this often instead of a bar."""
-BAR_INTERVAL_S = 0.2
+BAR_INTERVAL_S = 0.5
+JSON_INTERVAL_S = 5.0
+"""For other programs (`extract.progress_json`, `train.progress_json`)."""
 
 
 def clock(seconds: float) -> str:

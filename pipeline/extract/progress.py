@@ -16,12 +16,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pipeline.extract.gpu_use import GpuMonitor, GpuUse
-from pipeline.progress import LOG_INTERVAL_S, clock, scaled
+from pipeline.gpu_use import GpuMonitor, gpu_text
+from pipeline.progress import BAR_INTERVAL_S, JSON_INTERVAL_S, LOG_INTERVAL_S, clock, scaled
 from pipeline.store.json_lines import JsonLines
 
-BAR_INTERVAL_S = 0.5
-JSON_INTERVAL_S = 5.0
 FIRST_BURST_S = 0.5
 """The first samples come together, after a forward pass that compiles and warms up: the speed is counted after them."""
 
@@ -229,15 +227,6 @@ class Progress:
             return shutil.disk_usage(self.folder).free
         except OSError:  # the step tells of it, when it writes
             return 0
-
-
-def gpu_text(used: list[GpuUse]) -> list[str]:
-    """`GPU 97 %, 71 GiB`, of several the mean and the fullest."""
-    if not used:
-        return []
-    percent = sum(gpu.percent for gpu in used) / len(used)
-    name = "GPU" if len(used) == 1 else f"{len(used)} GPUs"
-    return [f"{name} {percent:.0f} %, {max(gpu.memory_bytes for gpu in used) / 2**30:.0f} GiB"]
 
 
 def _rounded(value: float | None) -> float | None:

@@ -17,9 +17,8 @@ from tqdm import tqdm
 
 from pipeline.config import Run
 from pipeline.errors import ConfigError
-from pipeline.extract.gpu_use import GpuMonitor
-from pipeline.extract.progress import BAR_INTERVAL_S, JSON_INTERVAL_S, gpu_text
-from pipeline.progress import LOG_INTERVAL_S, clock
+from pipeline.gpu_use import GpuMonitor, gpu_text
+from pipeline.progress import BAR_INTERVAL_S, JSON_INTERVAL_S, LOG_INTERVAL_S, clock
 from pipeline.store.json_lines import JsonLines
 from pipeline.train.checkpoint import Progress
 

@@ -386,7 +386,7 @@ def test_progress_for_programs_says_what_the_curves_say(new_run, tmp_path, capfd
 
 
 def test_the_line_says_all_of_it(new_run, tmp_path):
-    from pipeline.extract.gpu_use import GpuMonitor, GpuUse
+    from pipeline.gpu_use import GpuMonitor, GpuUse
     from pipeline.train.checkpoint import Progress
     from pipeline.train.report import Reporter
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.extract import progress as module
-from pipeline.extract.gpu_use import GpuMonitor, GpuUse
 from pipeline.extract.progress import Counts, Progress, Speed
+from pipeline.gpu_use import GpuMonitor, GpuUse
 from pipeline.progress import clock, scaled
 from pipeline.store.json_lines import JsonLines
 from tests.extraction import StandIn, extract

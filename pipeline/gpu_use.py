@@ -43,3 +43,12 @@ class GpuMonitor:
             except self._nvml.NVMLError:  # a slice of a GPU tells no utilisation
                 continue
         return used
+
+
+def gpu_text(used: list[GpuUse]) -> list[str]:
+    """`GPU 97 %, 71 GiB`, of several the mean and the fullest."""
+    if not used:
+        return []
+    percent = sum(gpu.percent for gpu in used) / len(used)
+    name = "GPU" if len(used) == 1 else f"{len(used)} GPUs"
+    return [f"{name} {percent:.0f} %, {max(gpu.memory_bytes for gpu in used) / 2**30:.0f} GiB"]
