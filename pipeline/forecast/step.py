@@ -12,7 +12,7 @@ from pipeline.forecast import disk
 from pipeline.forecast.data import Data, data_of
 from pipeline.forecast.engine_memory import GIB, EngineMemory, engine_memory
 from pipeline.forecast.shapes import Shapes, target_shapes
-from pipeline.forecast.training import TrainingMemory, training_memory
+from pipeline.forecast.training import AUX_LAYERS, TrainingMemory, training_memory
 from pipeline.forecast.weights import TargetWeights, target_weights
 from pipeline.preflight.inputs import STATES_PER_TOKEN
 from pipeline.prepare.regenerate import BATCHED_TOKENS
@@ -258,8 +258,7 @@ def _host_rows(facts: Forecast) -> Rows:
 
 def _training_host_rows(facts: Forecast) -> Rows:
     train, target, memory = facts.config.train, facts.target, facts.training
-    layers = len(target.aux_layers(facts.config.extract.aux_layers))
-    row = row_bytes(train.tokens_per_row, layers, target.hidden_size, target.dtype.itemsize)
+    row = row_bytes(train.tokens_per_row, AUX_LAYERS, target.hidden_size, target.dtype.itemsize)
     ahead = train.prefetch_rows + min(train.prefetch_rows, VALIDATION_AHEAD)
     rows = facts.processes * max(1, ahead) * row
     saved = snapshot_bytes(memory.parameters, memory.trainable)

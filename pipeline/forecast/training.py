@@ -5,7 +5,7 @@ supervised. It follows pipeline.train: nothing of the draft's or the loss's stru
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,15 @@ from pipeline.config import Run
 from pipeline.forecast.ledger import Ledger
 from pipeline.target import Head, Target
 from pipeline.train.checkpoint import Progress
-from pipeline.train.data import Row, row_bytes
+from pipeline.train.data import Row, empty_row, row_bytes
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead, frozen_dtype
 
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 """What PyTorch gives cuBLAS on Hopper and later (aten/cuda/CUDABlas, CUBLAS_WORKSPACE_CONFIG's default)."""
+AUX_LAYERS = 3
+"""Whose states an EAGLE-3 draft takes."""
 STEPS = 2
 """The second one holds the optimiser's state from its start."""
 
@@ -66,22 +68,20 @@ class FullRows:
         """This process's rows of a step."""
         return [[n] for n in range(self.rows)]
 
-    def load(self, row: list[int]) -> Row:
-        """One row."""
-        tokens, hidden = self.row_tokens, self.hidden_size
-        position_R, document_R = torch.zeros(2, tokens, dtype=torch.long).unbind()
+    def room(self, *, pinned: bool = False) -> Row:
+        """Memory for a row."""
+        return empty_row(self.row_tokens, AUX_LAYERS, self.hidden_size, self.dtype, pinned)
+
+    def load(self, row: list[int], room: Row | None = None) -> Row:
+        """One row: all but its places is zeros."""
+        made = replace(room or self.room(), documents=self.documents)
+        for values in (made.tokens_R, made.aux_RLH, made.last_RH):
+            values.zero_()
+        made.supervised_R.fill_(True)
         for number, (start, end) in enumerate(self.documents):
-            position_R[start:end] = torch.arange(end - start)
-            document_R[start:end] = number
-        return Row(
-            torch.zeros(tokens, dtype=torch.long),
-            position_R.clone(),
-            document_R.clone(),
-            torch.ones(tokens, dtype=torch.bool),
-            torch.zeros(tokens, 3, hidden, dtype=self.dtype),
-            torch.zeros(tokens, hidden, dtype=self.dtype),
-            self.documents,
-        )
+            made.positions_R[start:end] = torch.arange(end - start)
+            made.document_R[start:end] = number
+        return made
 
 
 def training_memory(config: Run, target: Target, processes: int) -> TrainingMemory:
@@ -108,7 +108,7 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
         ledger.mark("target", [draft.embedding_VH, *(v for v in vars(teacher).values() if isinstance(v, torch.Tensor))])
         trainer.optimizer.register_step_post_hook(lambda *_: _mark_trained(ledger, trainer))
         trainer.run(Progress(), lambda _: None, lambda *_: None)
-    next_row = _next_row_bytes(config, target, len(aux_layers))
+    next_row = _next_row_bytes(config, target)
     held, sizes = ledger.at_peak(), [p.numel() for p in draft.parameters() if p.requires_grad]
     return TrainingMemory(
         *(held.get(kind, 0) for kind in ("weights", "gradients", "optimizer", "target")),
@@ -119,11 +119,11 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
     )
 
 
-def _next_row_bytes(config: Run, target: Target, layers: int) -> int:
+def _next_row_bytes(config: Run, target: Target) -> int:
     """The row that is copied to the GPU while another is computed on (pipeline.train.loader)."""
     if config.train.prefetch_rows == 0:
         return 0
-    return row_bytes(config.train.tokens_per_row, layers, target.hidden_size, target.dtype.itemsize)
+    return row_bytes(config.train.tokens_per_row, AUX_LAYERS, target.hidden_size, target.dtype.itemsize)
 
 
 def _head(target: Target, dtype: torch.dtype) -> Head:

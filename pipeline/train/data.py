@@ -34,8 +34,9 @@ class Row:
     documents: list[tuple[int, int]]
 
     def to(self, device: torch.device) -> "Row":
-        """The same row on a device."""
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        """The same row on a device. To a GPU the copies are only begun; from one they are done."""
+        begun = device.type != "cpu"
+        moved = {k: v.to(device, non_blocking=begun) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return Row(**moved, documents=self.documents)
 
 
@@ -110,23 +111,23 @@ class Rows:
     def room(self, *, pinned: bool = False) -> Row:
         """Memory for a row: `row_bytes` of it. `pinned`: a GPU copies from it while everything else goes on."""
         totals = self.reader.manifest.totals
-        return empty_row(self.row_length, len(totals["aux_layers"]), totals["hidden_size"], totals["dtype"], pinned)
+        dtype = getattr(torch, totals["dtype"])
+        return empty_row(self.row_length, len(totals["aux_layers"]), totals["hidden_size"], dtype, pinned)
 
 
-def empty_row(tokens: int, layers: int, hidden: int, dtype: str, pinned: bool = False) -> Row:
+def empty_row(tokens: int, layers: int, hidden: int, dtype: torch.dtype, pinned: bool = False) -> Row:
     """A row of `tokens` with nothing in it yet, not even zeros."""
 
     def empty(*shape: int, of: torch.dtype = torch.long) -> Tensor:
         return torch.empty(shape, dtype=of, pin_memory=pinned)
 
-    states = getattr(torch, dtype)
     return Row(
         empty(tokens),
         empty(tokens),
         empty(tokens),
         empty(tokens, of=torch.bool),
-        empty(tokens, layers, hidden, of=states),
-        empty(tokens, hidden, of=states),
+        empty(tokens, layers, hidden, of=dtype),
+        empty(tokens, hidden, of=dtype),
         [],
     )
 
