@@ -41,6 +41,11 @@ def small_file_system(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+def errors(said: str) -> list[str]:
+    """Lines of stderr without those of progress, which come when it takes long: `extract  ...`."""
+    return [line for line in said.splitlines() if not line.startswith("extract  ")]
+
+
 def make_samples(lengths: list[int], vocab_size: int = 256) -> list[Sample]:
     """Random ids, about half of them supervised; two samples a conversation."""
     random = np.random.default_rng(len(lengths))

@@ -24,8 +24,8 @@ Rows = list[tuple[str, str]]
 PUBLISHED_RATES_OF = "kimi_k25"
 """The model type that [forecast]'s default rates are of."""
 EXTRACT_SHARE = {"stream": 0.96, "speculators": 0.15}
-"""Of the prefill rate that each engine reached, a Llama of 8 B parameters on one H200, vLLM 0.16.0, 2026-11-30: 40,900 of
-42,400 tok/s, and 6,500 of 43,200."""
+"""Of the prefill rate that each engine reached, a Llama of 8 B parameters on one H200, vLLM 0.16.0, 2026-11-30:
+40,900 of 42,400 tok/s, and 6,500 of 43,200."""
 
 
 @dataclass

@@ -163,6 +163,7 @@ def test_a_worker_in_a_process_of_its_own_goes_with_its_driver(bench: Bench, lla
         )
         assert attempt.end() == wanted, attempt.said
         assert "children: 0" not in attempt.said
+        assert "could not be finished" not in attempt.said, "the engine left with the signal"
         assert before < len(kept(hidden)) < 16, how
         before = len(kept(hidden))
     assert sorted(path.stem for path in hidden.glob("*.safetensors")) == sorted(kept(hidden))

@@ -27,7 +27,7 @@ from tests.extraction import (  # fmt: skip
     in_child,
     killed_in,
 )
-from tests.runs import contents, make_samples, small_file_system, write_run
+from tests.runs import contents, errors, make_samples, small_file_system, write_run
 from tests.soak import Campaign
 
 # ---- SIGKILL
@@ -259,7 +259,7 @@ def test_a_file_that_the_disk_does_not_take(
     with monkeypatch.context() as patch:
         refuse(patch, name, number)
         assert extract(config) == code
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = errors(capsys.readouterr().err)
     assert "it goes on" in line
     assert name in line
     assert not (hidden / MANIFEST).exists()
@@ -308,7 +308,7 @@ def test_a_read_only_folder_is_told_in_a_line(
     config = write_run(read_only, target, make_samples(LENGTHS), shard_tokens=SHARD_TOKENS, max_length=64)
     subprocess.run(["mount", "-o", "remount,ro", str(read_only)], check=True)
     assert extract(config) == 4
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = errors(capsys.readouterr().err)
     assert "cannot be written (Read-only file system)" in line
     assert stand_in.started == 0
 

@@ -1,6 +1,9 @@
 """Engine `stream` without vLLM: rows in their places, a step's states, what driver and worker tell each other."""
 
 import errno
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +20,7 @@ from pipeline.extract.plan import Planned
 from pipeline.extract.stream import bounds
 from pipeline.extract.stream.engine import _Stream
 from pipeline.extract.stream.ring import Ring, Slot
-from pipeline.extract.stream.work import Place, Report, Work, request_place, tell, told
+from pipeline.extract.stream.work import END, Place, Report, Work, request_place, tell, told
 from pipeline.extract.stream.writer import Chunk, OpenShard, Step, Writers
 from pipeline.store.samples import Sample
 from tests.runs import make_samples, write_prepared
@@ -269,3 +272,48 @@ def test_a_cache_that_is_too_small_for_equal_bytes_is_told(capsys: pytest.Captur
     engine._tell_if_cramped(RUN, SimpleNamespace(llm_engine=config))  # type: ignore[arg-type]
     told = capsys.readouterr().err
     assert ("19,440 tokens, 19,456 would be needed" in told) if said else told == ""
+
+
+ENGINE_PROCESS = """
+import signal, sys
+from pipeline.extract.stream.scheduler import leave_signals_to_the_driver
+
+def end(*_):
+    sys.exit(7)  # as vLLM's engine process has it for SIGTERM
+
+signal.signal(signal.SIGTERM, end)
+leave_signals_to_the_driver()
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_the_engines_process_leaves_signals_to_the_driver():
+    pytest.importorskip("vllm")
+    with subprocess.Popen([sys.executable, "-c", ENGINE_PROCESS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "ready\n" in process.stdout, "after what vLLM says"
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                process.send_signal(number)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            process.send_signal(END)
+            assert process.wait(10) == 7
+        finally:
+            process.kill()
+
+
+def test_the_engine_ends_the_process_that_it_started(monkeypatch: pytest.MonkeyPatch):
+    """Which hears no other signal."""
+    from pipeline.extract.stream.engine import StreamEngine
+
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    engine = object.__new__(StreamEngine)
+    engine._engine_processes = [SimpleNamespace(pid=sleeper.pid, is_alive=lambda: True)]  # type: ignore[list-item]
+    core = SimpleNamespace(shutdown=lambda: None)
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))  # type: ignore[assignment]
+    engine.close()
+    assert sleeper.wait(10) == -END
+    engine.close()
