@@ -23,6 +23,7 @@ max_length = {max_length}
 [prepare]
 sources = ["unused"]
 [extract]
+engine = "{engine}"
 shard_tokens = {shard_tokens}
 """
 
@@ -70,14 +71,19 @@ def write_prepared(folder: Path, samples: list[Sample], name: str = "prepared fo
 
 
 def write_run(
-    folder: Path, target: Path, samples: list[Sample], *, shard_tokens: int = 400, max_length: int = 512
+    folder: Path,
+    target: Path,
+    samples: list[Sample],
+    *,
+    shard_tokens: int = 400,
+    max_length: int = 512,
+    engine: str = "stream",
 ) -> Path:
     """A run that is ready for `extract`. Returns its configuration file; the run's folder is folder/runs/test."""
     write_prepared(folder / "runs" / "test" / "prepared", samples)
     config = folder / "run.toml"
-    config.write_text(
-        CONFIG.format(runs_dir=folder / "runs", target=target, max_length=max_length, shard_tokens=shard_tokens)
-    )
+    about = {"target": target, "max_length": max_length, "shard_tokens": shard_tokens, "engine": engine}
+    config.write_text(CONFIG.format(runs_dir=folder / "runs", **about))
     return config
 
 

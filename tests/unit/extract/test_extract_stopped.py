@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.extract import engines, space, stop
+from pipeline.extract import engines, plan, space, stop
 from pipeline.extract.engines import Captured
 from pipeline.store import atomic, file_sha256, tensors
 from pipeline.store.samples import Sample
@@ -293,6 +293,20 @@ def test_a_write_error_inside_a_shard(
     assert sorted(path.name for path in hidden.glob("*.safetensors")) == FILES[:2]
     assert extract(config) == 0
     assert contents(hidden) == undisturbed
+
+
+def test_what_cannot_be_read_is_told_as_that(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    prepared = config.parent / "runs" / "test" / "prepared" / "samples-00000.parquet"
+
+    def failing_read(*_):
+        raise OSError(errno.EIO, "Input/output error", str(prepared))
+
+    monkeypatch.setattr(plan, "read_samples", failing_read)
+    assert extract(config) == 4
+    (line,) = errors(capsys.readouterr().err)
+    assert f"{prepared} cannot be read or written (Input/output error)" in line
 
 
 @pytest.fixture
