@@ -89,8 +89,8 @@ class ExtractSection(Section):
     """`stream`: vLLM as it is, whose worker writes the shards itself while the model runs. `speculators`: the patched
     generator on vLLM, one batch after the other. Both give equal states."""
     writers: Count = 4
-    """Shards that the engine `stream` writes at once. These and two more are in memory, and four steps: 24 GB
-    with Kimi's shards."""
+    """Shards that the engine `stream` writes at once. These and two more are in memory, and four passes: 24 GB
+    with Kimi's shards. (With shards of fewer tokens than four passes: as many as these fill, and one more.)"""
     aux_layers: tuple[int, int, int] | None = None
     """Layers whose *input* feeds the draft, in vLLM's serving convention: 2 is the second layer's output. From 1 to
     the number of layers less one. Default: 2, middle, last but two."""

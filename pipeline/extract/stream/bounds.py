@@ -7,8 +7,8 @@ from pipeline.config import ExtractSection, Run
 
 RING_STEPS = 4
 """Steps whose states wait in host memory to be put in their places: one on its way, one being copied, two of slack."""
-FILLING = 2
-"""Shards that are being filled while all writers write: requests in flight reach over a shard's end."""
+FEED = 4
+"""Steps whose tokens the engine holds at least: two are under way, and the next ones should not have to wait for us."""
 STEPS_UNDER_WAY = 2
 """vLLM schedules a step while the one before it runs, and counts the requests of both."""
 BLOCK_TOKENS = 16
@@ -16,8 +16,10 @@ BLOCK_TOKENS = 16
 
 
 def shards_in_hand(section: ExtractSection) -> int:
-    """Shards that may be in memory at once, from the first request of a sample to the record on the disk."""
-    return section.writers + FILLING
+    """Shards that may be in memory at once, from the first request of a sample to the record on the disk: those that
+    are written, those that the engine holds, and one more, since the driver hears late of what is written."""
+    held = -(-FEED * section.max_batched_tokens // section.shard_tokens)
+    return section.writers + held + 1
 
 
 def stage_bytes(section: ExtractSection, token_bytes: int) -> int:

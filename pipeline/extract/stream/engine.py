@@ -29,8 +29,6 @@ from pipeline.target import Target
 if TYPE_CHECKING:
     from vllm import LLM
 
-FEED = 4
-"""Steps whose tokens the engine holds at least: two are under way, and the next ones should not have to wait for us."""
 REPORT_S = 1.0
 """Time between two questions to the worker while the model runs: each is answered between two steps."""
 BLOCKED_S = 0.1
@@ -137,7 +135,7 @@ class _Stream:
 
     def __init__(self, llm: "LLM", work: Work, order: Order, stopping: Callable[[], bool]):
         self._llm, self._stopping = llm, stopping
-        self._room = FEED * work.max_batched_tokens
+        self._room = bounds.FEED * work.max_batched_tokens
         self._in_hand, self._begun, self._finished = work.shards_in_hand, 0, 0
         self._shards = remaining(order.prepared, order.planned, set(order.files))
         self._next = next(self._shards, None)

@@ -219,6 +219,9 @@ def test_memory_is_what_the_settings_say():
     assert bounds.host_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 4 * 8192 * 57344 + 6 * 65536 * 57344
     assert bounds.ring_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 4 * 8192 * 57344
     assert bounds.shards_bytes(RUN.extract, KIMI_TOKEN_BYTES, 70000) == 6 * 70000 * 57344
+    assert bounds.shards_in_hand(RUN.extract) == 4 + 1 + 1
+    assert bounds.shards_in_hand(RUN.extract.model_copy(update={"shard_tokens": 8192})) == 4 + 4 + 1
+    assert bounds.shards_in_hand(RUN.extract.model_copy(update={"shard_tokens": 32767})) == 4 + 2 + 1
     assert bounds.cache_tokens(RUN) == 2048 + 2 * (8192 + 32 * 16)
 
 
