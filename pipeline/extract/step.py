@@ -122,6 +122,7 @@ def _extract(job: Job, stop: StopSignals) -> None:
                 done |= _follow(job, engine, planned, files, progress, stop)
             else:
                 done |= _capture(job, engine, planned, files, progress, stop)
+            progress.end()
     if job.part.is_whole:
         complete(job, planned, done)
     _print_closing_line(job, progress, mine)

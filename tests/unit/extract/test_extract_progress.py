@@ -55,6 +55,10 @@ def test_line(tmp_path: Path, at: Clock, capsys: pytest.CaptureFixture[str]):
     at.s = 229.0
     progress.tick()
     assert capsys.readouterr().err == ""
+    speed = progress.tokens_per_s
+    progress.end()
+    at.s = 240.0
+    assert (progress.elapsed_s, progress.tokens_per_s) == (59.0, speed), "what the engine's end takes does not count"
 
 
 def test_the_first_tokens_are_not_in_the_speed():
