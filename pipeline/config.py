@@ -87,7 +87,7 @@ class ExtractSection(Section):
 
     engine: Literal["stream", "speculators"] = "stream"
     """`stream`: vLLM as it is, whose worker writes the shards itself while the model runs. `speculators`: the patched
-    generator on vLLM, one batch after the other. Both give equal states."""
+    generator on vLLM, one batch after the other. Same states, but for how a model rounds other batches."""
     writers: Count = 4
     """Shards that the engine `stream` writes at once. These and two more are in memory, and four passes: 24 GB
     with Kimi's shards. (With shards of fewer tokens than four passes: as many as these fill, and one more.)"""

@@ -61,7 +61,7 @@ class Speed:
             self.burst_s = now_s
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Since the first ones; of all, while there are no others."""
+        """Since the end of the first burst; of all, while there are no others."""
         if self.first_s is None:
             return 0.0
         if self.steady_tokens:

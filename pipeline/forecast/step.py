@@ -253,11 +253,11 @@ def _host_rows(facts: Forecast) -> Rows:
     if section.engine != "stream":
         return []
     token_bytes = STATES_PER_TOKEN * target.hidden_size * target.dtype.itemsize
-    ring, shards = bounds.RING_STEPS * bounds.stage_bytes(section, token_bytes), bounds.shards_in_hand(section)
-    in_hand = _gb(shards * section.shard_tokens * token_bytes)
+    ring, total = bounds.ring_bytes(section, token_bytes), bounds.host_bytes(section, token_bytes)
+    shards = f"{bounds.shards_in_hand(section)} shards in hand {_gb(total - ring)}"
     return [
-        ("extract", _gb(bounds.host_bytes(section, token_bytes))),
-        ("", f"{shards} shards in hand {in_hand} + {bounds.RING_STEPS} steps on their way {_gb(ring)}, pinned"),
+        ("extract", _gb(total)),
+        ("", f"{shards} + {bounds.RING_STEPS} steps on their way {_gb(ring)}, pinned"),
     ]
 
 

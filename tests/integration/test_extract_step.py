@@ -139,7 +139,7 @@ def test_interrupted_twice_and_damaged_gives_the_same_bytes(undisturbed: Path, l
     (folder / "shard-00002.json").write_text('{"run_key": "')
     (folder / "shard-00005.safetensors").write_bytes(b"foreign")
     (folder / ".shard-00004.safetensors.tmp").write_bytes(b"torn")
-    (folder / ".tmpa1B2c3").write_bytes(b"safetensors' own")
+    (folder / ".shard-00099.safetensors.tmp").write_bytes(b"of a killed writer")
 
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", "extract", "--config", str(config)],

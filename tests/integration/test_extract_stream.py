@@ -253,7 +253,7 @@ def test_after_a_signal_the_shards_in_hand_are_the_last(bench: SimpleNamespace, 
 def test_slow_writers_stop_the_feeding_and_memory_does_not_grow(
     bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Four shards in hand (two writers, two being filled) of twelve, however slow the disk."""
+    """Four shards in hand of twelve (two writers, one that four steps fill, one more), however slow the disk."""
     from pipeline.extract.stream import writer
 
     begun: set[int] = set()

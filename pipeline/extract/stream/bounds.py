@@ -32,14 +32,10 @@ def ring_bytes(section: ExtractSection, token_bytes: int) -> int:
     return RING_STEPS * stage_bytes(section, token_bytes)
 
 
-def shards_bytes(section: ExtractSection, token_bytes: int, shard_tokens: int | None = None) -> int:
-    """Memory of the worker: the shards in hand, the largest of which has `shard_tokens`."""
-    return shards_in_hand(section) * (shard_tokens or section.shard_tokens) * token_bytes
-
-
 def host_bytes(section: ExtractSection, token_bytes: int) -> int:
-    """Memory of the worker, both."""
-    return ring_bytes(section, token_bytes) + shards_bytes(section, token_bytes)
+    """Memory of the worker at most, where no sample is longer than a shard: the ring and the shards in hand."""
+    shards = shards_in_hand(section) * section.shard_tokens * token_bytes
+    return ring_bytes(section, token_bytes) + shards
 
 
 def cache_tokens(config: Run, block_tokens: int = BLOCK_TOKENS) -> int:

@@ -12,10 +12,11 @@ import pytest
 
 from pipeline.extract import engines, plan, space, stop
 from pipeline.extract.engines import Captured
-from pipeline.store import atomic, file_sha256, tensors
+from pipeline.store import file_sha256, tensors
 from pipeline.store.samples import Sample
 from tests.extraction import (  # fmt: skip
     FILES,
+    HIDDEN,
     LENGTHS,
     MANIFEST,
     POINTS,
@@ -272,23 +273,23 @@ def test_a_file_that_the_disk_does_not_take(
 def test_a_write_error_inside_a_shard(
     config: Path, hidden: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    write, sync = os.write, atomic.sync
+    write, sync = os.write, os.fsync
 
     def failing_write(file: int, data: memoryview) -> int:
         if FILES[2] in Path(f"/proc/self/fd/{file}").readlink().name:
             raise OSError(errno.EIO, "Input/output error")
         return write(file, data)
 
-    def failing_sync(path: Path) -> None:
-        if FILES[2] in path.name:
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        sync(path)
+    def failing_sync(file: int) -> None:
+        if FILES[2] in Path(f"/proc/self/fd/{file}").readlink().name:
+            raise OSError(errno.EIO, "Input/output error")
+        sync(file)
 
     with monkeypatch.context() as patch:
         if where == "data":
             patch.setattr(tensors.os, "write", failing_write)
         else:
-            patch.setattr(atomic, "sync", failing_sync)
+            patch.setattr(tensors.os, "fsync", failing_sync)
         assert extract(config) == 4
     assert sorted(path.name for path in hidden.glob("*.safetensors")) == FILES[:2]
     assert extract(config) == 0
@@ -307,6 +308,25 @@ def test_what_cannot_be_read_is_told_as_that(
     assert extract(config) == 4
     (line,) = errors(capsys.readouterr().err)
     assert f"{prepared} cannot be read or written (Input/output error)" in line
+
+
+def test_too_little_memory_is_said_before_the_engine_starts(
+    config: Path, stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two shards at most are in memory where two are to be made, of 50 and 20 tokens."""
+    assert extract(config) == 0
+    for name in FILES[1:3]:
+        (config.parent / "runs" / "test" / "hidden" / name).unlink()
+    started, token_bytes = stand_in.started, 4 * HIDDEN * 4
+    wanted = 4 * 8192 * token_bytes + 2 * 50 * token_bytes
+    monkeypatch.setattr(space.memory, "room_bytes", lambda: wanted - 1)
+    capsys.readouterr()
+    assert extract(config) == 5
+    assert "extract: 2 shards in memory and the states on their way" in capsys.readouterr().err
+    assert stand_in.started == started
+    assert extract(config, "--extract.engine", "speculators") == 3, "another engine, another folder"
+    monkeypatch.setattr(space.memory, "room_bytes", lambda: wanted)
+    assert extract(config) == 0
 
 
 @pytest.fixture
