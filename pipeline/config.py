@@ -90,7 +90,7 @@ class ExtractSection(Section):
     generator on vLLM, one batch after the other. Same states, but for how a model rounds other batches."""
     writers: Count = 4
     """Shards that the engine `stream` writes at once. These and two more are in memory, and four passes: 24 GB
-    with Kimi's shards. (With shards of fewer tokens than four passes: as many as these fill, and one more.)"""
+    with Kimi's shards. (Up to three more, with shards of fewer tokens than four passes.)"""
     aux_layers: tuple[int, int, int] | None = None
     """Layers whose *input* feeds the draft, in vLLM's serving convention: 2 is the second layer's output. From 1 to
     the number of layers less one. Default: 2, middle, last but two."""

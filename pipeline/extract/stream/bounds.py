@@ -17,9 +17,10 @@ BLOCK_TOKENS = 16
 
 def shards_in_hand(section: ExtractSection) -> int:
     """Shards that may be in memory at once, from the first request of a sample to the record on the disk: those that
-    are written, those that the engine holds, and one more, since the driver hears late of what is written."""
+    are written, those that the engine holds, and one more, since the driver hears late of what is written. A step has
+    rows of one shard only."""
     held = -(-FEED * section.max_batched_tokens // section.shard_tokens)
-    return section.writers + held + 1
+    return section.writers + min(held, FEED) + 1
 
 
 def stage_bytes(section: ExtractSection, token_bytes: int) -> int:

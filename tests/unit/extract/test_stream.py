@@ -221,6 +221,7 @@ def test_memory_is_what_the_settings_say():
     assert bounds.shards_in_hand(RUN.extract) == 4 + 1 + 1
     assert bounds.shards_in_hand(RUN.extract.model_copy(update={"shard_tokens": 8192})) == 4 + 4 + 1
     assert bounds.shards_in_hand(RUN.extract.model_copy(update={"shard_tokens": 32767})) == 4 + 2 + 1
+    assert bounds.shards_in_hand(RUN.extract.model_copy(update={"shard_tokens": 10})) == 4 + 4 + 1
     assert bounds.cache_tokens(RUN) == 2048 + 2 * (8192 + 32 * 16)
 
 
