@@ -309,7 +309,7 @@ def test_the_containers_limit_counts_not_only_the_machine(facts, memory, version
     memory(available=64, version=version)
     finding = found(facts())["host memory"]
     assert finding.state is OK
-    assert finding.text.startswith("64.0 GB available; about 4.1 GB wanted")
+    assert finding.text.startswith("64.0 GB available; about 4.0 GB wanted")
     memory(available=64, limit=16, used=14, cache=1, version=version)
     finding = found(facts())["host memory"]
     assert finding.state is WARNING
