@@ -7,10 +7,10 @@ Phases, with the same model, prompts and limits:
   prefill       vLLM alone, one token a request: the bound that computing sets
   stream-tmpfs  the step extract with engine `stream`: checks, checksums, fsync, records, manifest; to --tmpfs
   stream-disk   the same to --disk
-  stock         speculators 0.3.0 with only the API breaks mended, its generate() and a torch.save a sample, to --tmpfs
   disk          writing alone, with fsync, to --disk: the bound that the disk sets
+  stock         speculators 0.3.0 with only the API breaks mended, its generate() and a torch.save a sample, to --tmpfs
 
-The first three take turns on one engine, the others have a process of their own. A rate counts from the engine being
+All but `stock` take turns, on one engine; `stock` has a process of its own. A rate counts from the engine being
 ready to the last token, file or record. Progress is on stderr, on stdout a table,
 and whether extraction to disk reached its target: the lower of 0.95 of prefill and 0.9 of what the disk sustains.
 
@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.command import Formatter, count, machine
 from benchmarks.figures import Measured, goal_of, medians, table, told
 from benchmarks.models import MODELS, Setting, count_parameters, write_model
-from benchmarks.phases import GROUPS, disk, stock, with_engine
+from benchmarks.phases import GROUPS, in_turns, stock
 from benchmarks.stock import BREAKS, FOR_A_CPU, FOR_THE_BENCHMARK, kept_patches, make_variant
 from pipeline import engine
 from pipeline.errors import ConfigError, UserError
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--disk", type=Path, metavar="DIR", help="folder on the disk that is measured, with room for the same")
     add("--disk-gb", type=float, default=4.0, metavar="GB",
         help="what `disk` writes at least, in 10^9 bytes; the states' bytes if they are more")  # fmt: skip
-    add("--repeat", type=count, default=1, metavar="N", help="rounds of all phases; the table has each one's median")
+    add("--repeat", type=count, default=1, metavar="N", help="runs of each phase; the table has the median")
     add("--json", type=Path, metavar="FILE", help="file to which one line is appended: machine, versions, all runs")
     add("--require", action="store_true", help="exit with 1 unless extraction to disk reached its target")
     add("--model-folder", type=Path, help=argparse.SUPPRESS)
@@ -168,7 +168,7 @@ def _run_all(options: argparse.Namespace, wanted: list[str], given: list[str]) -
             if names:
                 _say(f"{', '.join(names)}: {options.repeat} of each, {time.monotonic() - began:.0f} s after the start")
                 runs += _in_child(options, names, [*given, *places, "--phases", ",".join(names)], work)
-    return runs, [name for name in wanted if sum(run.phase == name for run in runs) < options.repeat]
+    return runs, _lacking(wanted, runs, options.repeat)
 
 
 def _in_child(options: argparse.Namespace, names: list[str], given: list[str], work: Path) -> list[Measured]:
@@ -189,9 +189,14 @@ def _in_child(options: argparse.Namespace, names: list[str], given: list[str], w
         check=False,
     )
     runs = [Measured(**json.loads(line)) for line in result.read_text().splitlines()]
-    if done.returncode or len(runs) < len(names) * options.repeat:
-        _say(f"{', '.join(names)} FAILED with {done.returncode}, its own error is above")
+    if lacking := _lacking(names, runs, options.repeat):
+        _say(f"{', '.join(lacking)} FAILED, its own error is above (exit code {done.returncode})")
     return runs
+
+
+def _lacking(names: list[str], runs: list[Measured], rounds: int) -> list[str]:
+    """Phases that were not measured in every round."""
+    return [name for name in names if sum(run.phase == name for run in runs) < rounds]
 
 
 def _environment(options: argparse.Namespace, variant: Path | None) -> dict[str, str]:
@@ -220,14 +225,13 @@ def _run_group(options: argparse.Namespace) -> int:
 
     if names == ["stock"]:
         runs = stock(options.repeat, folder, model_folder, setting, _batch(options))
-    elif names == ["disk"]:
-        runs = disk(options.repeat, folder, setting, int(options.disk_gb * 1e9))
     else:
-        runs = with_engine(names, options.repeat, folder, model_folder, setting)
+        runs = in_turns(names, options.repeat, folder, model_folder, setting, int(options.disk_gb * 1e9))
     with options.result.open("a") as file:
         for run in runs:
             _say(told(run))
             file.write(json.dumps(asdict(run)) + "\n")
+            file.flush()
     return 0
 
 

@@ -165,6 +165,7 @@ sources = ["random token ids"]
 [extract]
 engine = "stream"
 max_batched_tokens = {setting.batched_tokens}
+max_num_seqs = {-(-setting.batched_tokens // setting.tokens) + 1}
 shard_tokens = {setting.shard_tokens}
 writers = {setting.writers}
 progress_json = {value(str(place / "progress.jsonl"))}

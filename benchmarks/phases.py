@@ -1,11 +1,12 @@
-"""What each phase does and measures. Phases that share an engine run in one process, round by round; others have a
-process of their own, so that they find the GPU's memory free.
+"""What each phase does and measures. Phases that share an engine take turns in one process; `stock` has its own, so
+that it finds the GPU's memory free.
 
 S tokens of a sample, L captured layers, H hidden size
 """
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,11 @@ from typing import Any
 from benchmarks.figures import Measured
 from benchmarks.models import Setting, make_prompts, write_run
 from pipeline.config import Run
-from pipeline.errors import InputError
+from pipeline.errors import InputError, UserError
 from pipeline.target import Target
 
-GROUPS = [["prefill", "stream-tmpfs", "stream-disk"], ["stock"], ["disk"]]
-"""Phases that run in one process, in the order in which they run."""
+GROUPS = [["prefill", "stream-tmpfs", "stream-disk", "disk"], ["stock"]]
+"""Phases that take turns in one process, in their order."""
 STOCK_THREADS = 8
 """Threads that save samples, one file each."""
 BLOCK_BYTES = 1 << 26
@@ -30,13 +31,37 @@ Folder = Callable[[str], AbstractContextManager[str]]
 """A folder for one run of the phase of that name, which is gone afterwards."""
 
 
-def with_engine(
-    names: list[str], rounds: int, folder: Folder, model_folder: Path, setting: Setting
+def in_turns(
+    names: list[str], rounds: int, folder: Folder, model_folder: Path, setting: Setting, least_bytes: int
 ) -> Iterator[Measured]:
-    """The phases of engine `stream`, of which there is one: vLLM alone, and the step `extract` as a user runs it.
+    """The phases of engine `stream`, of which there is one, and the disk's. A first pass is not measured.
 
-    A first pass is not measured.
+    What a phase fails with is told, and the others go on.
     """
+    engine, start_s = _started_stream(folder, model_folder, setting) if names != ["disk"] else (None, 0.0)
+
+    def run(name: str) -> Measured:
+        if name == "prefill":
+            return _prefill(engine, make_prompts(setting), start_s)
+        with folder(name) as place:
+            if name == "disk":
+                return _fill(Path(place), setting, max(setting.states_bytes, least_bytes))
+            return _stream(name, Path(place), model_folder, setting, start_s)
+
+    try:
+        for _ in range(rounds):
+            for name in names:
+                try:
+                    yield run(name)
+                except (UserError, OSError) as error:
+                    print(f"bench  {name}: {error}", file=sys.stderr, flush=True)
+    finally:
+        if engine:
+            engine.close()
+
+
+def _started_stream(folder: Folder, model_folder: Path, setting: Setting) -> tuple[Any, float]:
+    """The engine, warm, for all runs of the step `extract` in this process; and what its start took."""
     from pipeline.extract import engines
 
     with folder("prefill") as place:
@@ -45,16 +70,8 @@ def with_engine(
         engine: Any = engines.start(config, *_target_and_layers(config))
         start_s = time.monotonic() - began
     engines.start = lambda *_: _Lent(engine)
-    prompts = make_prompts(setting)
-    _prefill(engine, prompts[: max(1, 2 * setting.batched_tokens // setting.tokens)], start_s)
-    for _ in range(rounds):
-        for name in names:
-            if name == "prefill":
-                yield _prefill(engine, prompts, start_s)
-                continue
-            with folder(name) as place:
-                yield _stream(name, Path(place), model_folder, setting, start_s)
-    engine.close()
+    _prefill(engine, make_prompts(setting)[: max(1, 2 * setting.batched_tokens // setting.tokens)], start_s)
+    return engine, start_s
 
 
 class _Lent:
@@ -71,8 +88,8 @@ class _Lent:
 
 
 def _prefill(engine: Any, prompts: list[list[int]], start_s: float) -> Measured:
-    """One token a request: no states are looked at, none are kept, the model is not hooked. To the scheduler that the
-    engine has, the prompts are one shard: it fills each step, as vLLM's own does."""
+    """One token a request: no states are looked at, none are kept, the model is not hooked. To the engine's scheduler
+    the prompts are one shard, of which it fills each step, as vLLM's own does."""
     began = time.monotonic()
     first_s = _prefill_all(engine._llm.llm_engine, prompts)
     return Measured(
@@ -217,15 +234,9 @@ def _require_varied(reader: Any) -> None:
             raise InputError("bench: the states of different tokens are alike: this model says nothing about a disk")
 
 
-def disk(rounds: int, folder: Folder, setting: Setting, least_bytes: int) -> Iterator[Measured]:
-    """What the disk sustains: as many bytes as the states have (at least `least_bytes`), in files of a shard's size, as
-    many at once as the step has writers, each synced and renamed as the step does it."""
-    for _ in range(rounds):
-        with folder("disk") as place:
-            yield _fill(Path(place), setting, max(setting.states_bytes, least_bytes))
-
-
 def _fill(place: Path, setting: Setting, total: int) -> Measured:
+    """What the disk sustains: so many bytes in files of a shard's size, as many at once as the step has writers, each
+    synced and renamed as the step does it."""
     from pipeline.store import atomic_path, require_space
 
     file_bytes = min(total, setting.shard_tokens * setting.bytes_per_token)

@@ -87,10 +87,10 @@ class ExtractSection(Section):
 
     engine: Literal["stream", "speculators"] = "stream"
     """`stream`: vLLM as it is, whose worker writes the shards itself while the model runs. `speculators`: the patched
-    generator on vLLM, one batch after the other. Both give equal states."""
+    generator on vLLM, one batch after the other. Same states, but for how a model rounds other batches."""
     writers: Count = 4
-    """Shards that the engine `stream` writes at once. These and two more are in memory, and four steps: 24 GB
-    with Kimi's shards."""
+    """Shards that the engine `stream` writes at once. These and two more are in memory, and four passes: 24 GB
+    with Kimi's shards. (Up to three more, with shards of fewer tokens than four passes.)"""
     aux_layers: tuple[int, int, int] | None = None
     """Layers whose *input* feeds the draft, in vLLM's serving convention: 2 is the second layer's output. From 1 to
     the number of layers less one. Default: 2, middle, last but two."""

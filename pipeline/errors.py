@@ -1,7 +1,7 @@
 """Errors a user can act on: one line each, an exit code of their own, no traceback.
 
 0  done            2  configuration or usage     3  folder made with other settings
-1  a fault of ours 4  unusable input or model    5  disk without room
+1  a fault of ours 4  unusable input or model    5  disk or memory without room
 6  folder in use: again later
 130 stopped by SIGINT (Ctrl-C)  143 stopped by SIGTERM: 128 and the signal's number, as shells have it
 
@@ -46,7 +46,7 @@ class InputError(UserError):
 
 
 class SpaceError(UserError):
-    """A disk without room for what is to be written."""
+    """A disk without room for what is to be written, or memory for what is on its way there."""
 
     exit_code = 5
 

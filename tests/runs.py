@@ -3,6 +3,7 @@
 import faulthandler
 import hashlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -29,6 +30,7 @@ max_length = {max_length}
 [prepare]
 sources = ["unused"]
 [extract]
+engine = "{engine}"
 shard_tokens = {shard_tokens}
 """
 
@@ -85,6 +87,11 @@ def small_file_system(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+def errors(said: str) -> list[str]:
+    """Lines of stderr without those of progress, which come when it takes long."""
+    return [line for line in said.splitlines() if not re.match(r"extract  (the engine |[\d,]+/[\d,]+ samples)", line)]
+
+
 def make_samples(lengths: list[int], vocab_size: int = 256) -> list[Sample]:
     """Random ids, about half of them supervised; two samples a conversation."""
     random = np.random.default_rng(len(lengths))
@@ -109,14 +116,19 @@ def write_prepared(folder: Path, samples: list[Sample], name: str = "prepared fo
 
 
 def write_run(
-    folder: Path, target: Path, samples: list[Sample], *, shard_tokens: int = 400, max_length: int = 512
+    folder: Path,
+    target: Path,
+    samples: list[Sample],
+    *,
+    shard_tokens: int = 400,
+    max_length: int = 512,
+    engine: str = "stream",
 ) -> Path:
     """A run that is ready for `extract`. Returns its configuration file; the run's folder is folder/runs/test."""
     write_prepared(folder / "runs" / "test" / "prepared", samples)
     config = folder / "run.toml"
-    config.write_text(
-        CONFIG.format(runs_dir=folder / "runs", target=target, max_length=max_length, shard_tokens=shard_tokens)
-    )
+    about = {"target": target, "max_length": max_length, "shard_tokens": shard_tokens, "engine": engine}
+    config.write_text(CONFIG.format(runs_dir=folder / "runs", **about))
     return config
 
 

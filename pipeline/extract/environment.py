@@ -2,7 +2,9 @@
 
 import logging
 import os
+import select
 import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +57,19 @@ def speculators_silenced() -> Iterator[None]:
     with engine.stdout_silenced(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", SPECULATORS_WARNING)
         yield
+
+
+def end_with(driver_pid: int) -> None:
+    """End this process as soon as the driver has: killed, it could not say so, and its folder is free for another."""
+    driver = os.pidfd_open(driver_pid)
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(driver, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="aerie-driver").start()
 
 
 def ignore_stop_signals(_worker: object) -> None:

@@ -43,6 +43,8 @@ class Speed:
 
     begun_s: float
     first_s: float | None = None
+    burst_s: float = 0.0
+    """When the first burst ended."""
     tokens: int = 0
     steady_tokens: int = 0
     """Those after the first burst."""
@@ -53,13 +55,15 @@ class Speed:
         self.tokens += tokens
         if now_s - self.first_s > FIRST_BURST_S:
             self.steady_tokens += tokens
+        else:
+            self.burst_s = now_s
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Since the first ones; of all, while there are no others."""
+        """Since the end of the first burst; of all, while there are no others."""
         if self.first_s is None:
             return 0.0
         if self.steady_tokens:
-            return self.steady_tokens / (now_s - self.first_s)
+            return self.steady_tokens / (now_s - self.burst_s)
         return self.tokens / max(now_s - self.begun_s, 1e-9)
 
 
@@ -84,6 +88,7 @@ class Progress:
     _logged_s: float = field(init=False)
     _json_s: float = field(init=False)
     _told_first: bool = False
+    _ended_s: float | None = None
 
     def __post_init__(self) -> None:
         self._opened_s = self._logged_s = self._json_s = self.now()
@@ -105,6 +110,10 @@ class Progress:
         self.start_s = now - self._opened_s
         self._speed = Speed(now)
         self._tell("ready")
+
+    def end(self) -> None:
+        """All states are there: what the engine's end takes is not in the speed."""
+        self._ended_s = self.now()
 
     def advance(self, tokens: int) -> None:
         """One sample more."""
@@ -137,7 +146,7 @@ class Progress:
     @property
     def elapsed_s(self) -> float:
         """Since the engine was ready."""
-        return self.now() - self._speed.begun_s if self._speed else 0.0
+        return self._until_s - self._speed.begun_s if self._speed else 0.0
 
     @property
     def first_token_s(self) -> float | None:
@@ -148,7 +157,11 @@ class Progress:
 
     @property
     def tokens_per_s(self) -> float:
-        return self._speed.tokens_per_s(self.now()) if self._speed else 0.0
+        return self._speed.tokens_per_s(self._until_s) if self._speed else 0.0
+
+    @property
+    def _until_s(self) -> float:
+        return self.now() if self._ended_s is None else self._ended_s
 
     @property
     def left_s(self) -> float | None:

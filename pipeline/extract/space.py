@@ -1,11 +1,15 @@
-"""Whether what is left to write fits the disk, to the byte, before the engine is started."""
+"""Whether what is left to write fits the disk, to the byte, and what is on its way there fits memory: before the engine
+is started."""
 
 import os
 import shutil
 from pathlib import Path
 
+from pipeline import memory
+from pipeline.config import ExtractSection
 from pipeline.errors import SpaceError
 from pipeline.extract.plan import Planned
+from pipeline.extract.stream import bounds
 from pipeline.store.states import shard_bytes
 
 RECORD_BYTES = 300
@@ -40,6 +44,23 @@ def require_room(
             f"extract: {folder} has {free / 1e9:,.2f} GB free and {left / 1e9:,.2f} GB are still to be written "
             f"({there / 1e9:,.2f} GB are there): {(left - unfinished - free) / 1e9:,.2f} GB are missing. "
             "Make room or set runs_dir to another disk; nothing was changed"
+        )
+
+
+def require_memory(section: ExtractSection, todo: list[Planned], token_bytes: int) -> None:
+    """Raise SpaceError unless the machine and its container have memory for what engine `stream` holds while it makes
+    `todo`: the kernel would end it later. `token_bytes` of states, as computed."""
+    if section.engine != "stream":
+        return
+    shards = min(bounds.shards_in_hand(section), len(todo))
+    largest = max(shard.tokens for shard in todo)
+    wanted = bounds.ring_bytes(section, token_bytes) + shards * largest * token_bytes
+    available = memory.room_bytes()
+    if wanted > available:
+        raise SpaceError(
+            f"extract: {shards} shards in memory and the states on their way to them take {wanted / 1e9:.1f} GB, this "
+            f"machine or container has {available / 1e9:.1f} GB free. Lower extract.shard_tokens or extract.writers, "
+            "or set extract.engine to speculators; nothing was changed"
         )
 
 

@@ -29,7 +29,7 @@ from pipeline.extract.plan import (
     verified,
 )
 from pipeline.extract.progress import Counts, Progress
-from pipeline.extract.space import require_room
+from pipeline.extract.space import require_memory, require_room
 from pipeline.extract.stop import ShardSignals
 from pipeline.extract.versions import engine_versions
 from pipeline.progress import clock, scaled
@@ -114,6 +114,10 @@ def _extract(job: Job, stop: ShardSignals) -> None:
     done = resume(job, mine, alone=job.part.is_whole).done
     todo = [shard for shard in mine if shard.file not in done]
     _require_room(job, planned, mine, done)
+    if todo:
+        form = job.expected
+        token_bytes = len(form.layer_ids) * form.hidden_size * form.dtype.itemsize
+        require_memory(job.config.extract, todo, token_bytes)
     progress = _progress(job, mine, done)
     if todo:
         with _shown(progress), closing(engines.start(job.config, job.target, job.expected.layer_ids)) as engine:
@@ -122,6 +126,7 @@ def _extract(job: Job, stop: ShardSignals) -> None:
                 done |= _follow(job, engine, planned, files, progress, stop)
             else:
                 done |= _capture(job, engine, planned, files, progress, stop)
+            progress.end()
     if job.part.is_whole:
         complete(job, planned, done)
     _print_closing_line(job, progress, mine)

@@ -27,8 +27,8 @@ Rows = list[tuple[str, str]]
 PUBLISHED_RATES_OF = "kimi_k25"
 """The model type that [forecast]'s default rates are of."""
 EXTRACT_SHARE = {"stream": 0.96, "speculators": 0.15}
-"""Of the prefill rate that each engine reached, a Llama of 8 B parameters on one H200, vLLM 0.16.0, 2026-11-30: 40,900
-of 42,400 tok/s, and 6,500 of 43,200."""
+"""Of the prefill rate that each engine reached, a Llama of 8 B parameters on one H200, vLLM 0.16.0, 2026-11-30:
+40,900 of 42,400 tok/s, and 6,500 of 43,200."""
 
 
 @dataclass
@@ -273,11 +273,11 @@ def _stream_rows(facts: Forecast) -> Rows:
     if section.engine != "stream":
         return []
     token_bytes = STATES_PER_TOKEN * target.hidden_size * target.dtype.itemsize
-    ring, shards = bounds.RING_STEPS * bounds.stage_bytes(section, token_bytes), bounds.shards_in_hand(section)
-    in_hand = _gb(shards * section.shard_tokens * token_bytes)
+    ring, total = bounds.ring_bytes(section, token_bytes), bounds.host_bytes(section, token_bytes)
+    shards = f"{bounds.shards_in_hand(section)} shards in hand {_gb(total - ring)}"
     return [
-        ("extract", _gb(bounds.host_bytes(section, token_bytes))),
-        ("", f"{shards} shards in hand {in_hand} + {bounds.RING_STEPS} steps on their way {_gb(ring)}, pinned"),
+        ("extract", _gb(total)),
+        ("", f"{shards} + {bounds.RING_STEPS} steps on their way {_gb(ring)}, pinned"),
     ]
 
 

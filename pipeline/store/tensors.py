@@ -10,11 +10,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +39,6 @@ ORDER = list(CODES.values())
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 LENGTH_BYTES = 8
 """A file begins with the length of its header, little-endian."""
-WRITE_BYTES = 1 << 26
-"""Written at once, so that a write error is not a matter of gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class Layout:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> "Layout":
+        assert tensor.dtype in CODES, f"{name} is {tensor.dtype}, which no file of ours has"
         return cls(name, CODES[tensor.dtype], list(tensor.shape), tensor.nbytes)
 
     @classmethod
@@ -100,14 +100,14 @@ def places(path: Path) -> dict[str, Place]:
 def write_tensors(
     path: Path, tensors: dict[str, torch.Tensor], metadata: tuple[str, str] | None = None
 ) -> tuple[int, str]:
-    """Write `tensors` to `path`; those of a CPU without a copy in memory, others one after the other. Returns the
-    file's size in bytes and its SHA-256, that of the bytes in memory: a file that holds others is found out.
+    """Write `tensors` to `path`; without a copy in memory, but for those that are not on the CPU, one at a time.
+    Returns the file's size in bytes and its SHA-256, of the bytes in memory: a file that holds others is found out.
 
-    `metadata` is one key and its text. Raises OSError, naming `path`, when the disk is full.
+    `metadata` is one key and its text. Raises OSError, naming `path`, when the disk is full or fails.
     """
     ordered = in_file_order(Layout.of(name, tensor) for name, tensor in tensors.items())
     digest, size, summed = hashlib.sha256(), 0, []
-    # The sum is made while the disk takes the bytes: both take about as long, and neither holds Python's lock
+    # The checksum, which takes longer, is made while the disk takes the bytes: neither holds Python's lock
     with (
         atomic_path(path) as temporary,
         temporary.open("wb", buffering=0) as file,
@@ -115,12 +115,15 @@ def write_tensors(
     ):
         for piece in (header_bytes(ordered, metadata), *(tensors[one.name] for one in ordered)):
             data = memoryview(piece) if isinstance(piece, bytes) else _bytes_of(piece)
-            summed.append(thread.submit(digest.update, data))
-            _write(file, data, path)
             size += len(data)
+            summed.append(thread.submit(digest.update, data))
+            with _naming(path):
+                _write(file.fileno(), data)
+            del data
             if isinstance(piece, torch.Tensor) and piece.device.type != "cpu":
-                summed[-1].result()  # one copy at a time
-        os.fsync(file.fileno())
+                summed.pop().result()
+        with _naming(path):
+            os.fsync(file.fileno())  # here already, beside the checksum
         for one in summed:
             one.result()
     return size, digest.hexdigest()
@@ -130,9 +133,16 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write(file: BinaryIO, data: memoryview, path: Path) -> None:
+def _write(file: int, data: memoryview) -> None:
+    """All of it: Linux takes 2 GiB at a time."""
+    while data:
+        data = data[os.write(file, data) :]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Tell of errors of a file that is known by its number alone."""
     try:
-        while data:
-            data = data[os.write(file.fileno(), data[:WRITE_BYTES]) :]
+        yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import PrepareSection, Run, TargetSection
+from pipeline.config import ExtractSection, PrepareSection, Run, TargetSection
 from pipeline.extract import engines
 from pipeline.store.samples import Sample
 from pipeline.target import Target
@@ -24,7 +24,12 @@ def test_states_of_int4_weights(kimi_folder: Path, tmp_path: Path):
     int4, meant = tmp_path / "int4", tmp_path / "meant"
     save_int4_kimi(kimi_folder, int4, meant)
     target = TargetSection(**pinned(int4), dtype="bfloat16", gpu_memory_utilization=0.3)
-    config = Run(name="test", target=target, prepare=PrepareSection(sources=["unused"]))
+    config = Run(
+        name="test",
+        target=target,
+        prepare=PrepareSection(sources=["unused"]),
+        extract=ExtractSection(engine="speculators"),
+    )
     random = np.random.default_rng(0)
     samples = [
         Sample(f"s{n}", "c", random.integers(0, 512, length).astype(np.int32), np.ones(length, bool))

@@ -151,7 +151,7 @@ def test_a_worker_in_a_process_of_its_own_goes_with_its_driver(bench: Bench, lla
     if bench.engine != "stream":
         pytest.skip("its workers have processes of their own anyway")
     config, whole = (
-        write_run(tmp_path / name, llama_folder, make_samples([40] * 16), shard_tokens=40) for name in "ab"
+        write_run(tmp_path / name, llama_folder, make_samples([40] * 60), shard_tokens=40) for name in "ab"
     )
     bench = replace(bench, undisturbed=contents(extracted(bench, whole)))
     hidden, before = hidden_of(config), 0
@@ -163,7 +163,8 @@ def test_a_worker_in_a_process_of_its_own_goes_with_its_driver(bench: Bench, lla
         )
         assert attempt.end() == wanted, attempt.said
         assert "children: 0" not in attempt.said
-        assert before < len(kept(hidden)) < 16, how
+        assert "could not be finished" not in attempt.said, "the engine left with the signal"
+        assert before < len(kept(hidden)) < 60, how
         before = len(kept(hidden))
     assert sorted(path.stem for path in hidden.glob("*.safetensors")) == sorted(kept(hidden))
     assert not list(hidden.glob(".*tmp*"))
@@ -270,7 +271,12 @@ def stop_in_commit(asked: str) -> None:
     around_rename(FILES[1], stop_and_linger, before=True)
 
 
-def test_sigterm_during_a_commit_lets_the_shards_in_hand_be_finished(bench: Bench, config: Path):
+def test_sigterm_during_a_commit_lets_the_shards_in_hand_be_finished(bench: Bench, llama_folder: Path, tmp_path: Path):
+    """Of twenty, of one sample each."""
+    config, whole = (
+        write_run(tmp_path / name, llama_folder, make_samples([40] * 20), shard_tokens=40) for name in "ab"
+    )
+    bench = replace(bench, undisturbed=contents(extracted(bench, whole)))
     hidden, asked = hidden_of(config), config.parent / "asked"
     code, said = bench.extract(config, act=(f"{HERE}:stop_in_commit", str(asked)))
     assert code == 143, said
@@ -279,8 +285,8 @@ def test_sigterm_during_a_commit_lets_the_shards_in_hand_be_finished(bench: Benc
     assert sorted(path.stem for path in hidden.glob("*.safetensors")) == finished
     assert not list(hidden.glob(".*tmp*"))
     if bench.engine == "stream":
-        assert 2 <= len(finished) < 6
-        samples = [f"sample-{n}" for n in range(len(finished) + 1)]  # the first shard has two of them, the others one
+        assert 2 <= len(finished) < 20
+        samples = [f"sample-{n}" for n in range(len(finished))]
         assert asked.read_text().split() == samples, "asked for, and not written"
     else:
         assert len(finished) == 2

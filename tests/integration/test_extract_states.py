@@ -41,7 +41,9 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         ),
         prepare=PrepareSection(sources=["unused"]),
         train=TrainSection(tokens_per_row=MAX_LENGTH),
-        extract=ExtractSection(max_batched_tokens={"deepseek": 700, "kimi": 300}.get(request.param, 8192)),
+        extract=ExtractSection(
+            engine="speculators", max_batched_tokens={"deepseek": 700, "kimi": 300}.get(request.param, 8192)
+        ),
     )
     reference = Reference(save_text_model(folder, tmp_path_factory.mktemp("text")) if kimi else folder)
     layer_ids = list(range(reference.num_layers + 1))

@@ -1,4 +1,4 @@
-"""The step from the command line, with the real engine: what it leaves, and what interruptions change (nothing)."""
+"""The step from the command line, engine `speculators`: what it leaves, and what interruptions change (nothing)."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ if __name__ == "__main__":
 def undisturbed(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was extracted in one go."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    config = write_run(folder, llama_folder, make_samples(LENGTHS), shard_tokens=SHARD_TOKENS)
+    config = write_run(folder, llama_folder, make_samples(LENGTHS), shard_tokens=SHARD_TOKENS, engine="speculators")
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", "extract", "--config", str(config)],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
@@ -120,7 +120,7 @@ def test_folder_holds_what_hugging_face_computes(undisturbed: Path, llama_folder
 
 def test_interrupted_twice_and_damaged_gives_the_same_bytes(undisturbed: Path, llama_folder: Path, tmp_path: Path):
     """Ctrl-C, kill -9, a flipped bit, a torn record, a foreign shard, leftovers; then one run that goes on."""
-    config = write_run(tmp_path, llama_folder, make_samples(LENGTHS), shard_tokens=SHARD_TOKENS)
+    config = write_run(tmp_path, llama_folder, make_samples(LENGTHS), shard_tokens=SHARD_TOKENS, engine="speculators")
     folder = tmp_path / "runs" / "test" / "hidden"
 
     done = stopped(config, tmp_path / "stop.py", 2, signal.SIGINT)
@@ -139,7 +139,7 @@ def test_interrupted_twice_and_damaged_gives_the_same_bytes(undisturbed: Path, l
     (folder / "shard-00002.json").write_text('{"run_key": "')
     (folder / "shard-00005.safetensors").write_bytes(b"foreign")
     (folder / ".shard-00004.safetensors.tmp").write_bytes(b"torn")
-    (folder / ".tmpa1B2c3").write_bytes(b"safetensors' own")
+    (folder / ".shard-00099.safetensors.tmp").write_bytes(b"of a killed writer")
 
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", "extract", "--config", str(config)],

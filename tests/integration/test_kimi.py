@@ -195,7 +195,8 @@ def test_two_gpus_that_share_the_target_give_the_same_states(
         monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # kernels for latent attention have no float32
     samples = list(read_samples(run.folder("prepared")))
     target = run.target.model_copy(update={"tensor_parallel_size": 2, "dtype": "float32"})
-    config = run.model_copy(update={"target": target})
+    extract = run.extract.model_copy(update={"engine": "speculators"})
+    config = run.model_copy(update={"target": target, "extract": extract})
     engine = engines.start(config, Target(target), [*AUX_LAYERS, NUM_LAYERS])
     try:
         captured = list(engine.capture([samples]))

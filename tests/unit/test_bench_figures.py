@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,16 +98,37 @@ def test_prompts_are_the_same_every_time_and_of_the_vocabulary() -> None:
     assert 0 <= min(map(min, prompts)) <= max(map(max, prompts)) < 320
 
 
+def in_turns(folder: Path, names: list[str], least_bytes: int) -> list[Measured]:
+    return list(phases.in_turns(names, 2, lambda _: nullcontext(str(folder)), folder, SETTING, least_bytes))
+
+
 def test_the_disk_is_given_the_states_bytes_or_more(tmp_path: Path) -> None:
-    measured = phases._fill(tmp_path, SETTING, SETTING.states_bytes)
+    measured, again = in_turns(tmp_path, ["disk"], 1)
     files = sorted(tmp_path.iterdir())
     assert SETTING.bytes_per_token == 4 * 128 * 4
     assert [file.stat().st_size for file in files] == [60 * 2048, 60 * 2048, 30 * 2048], "of a shard's size"
     assert (measured.size_bytes, measured.files, measured.tokens) == (150 * 2048, 3, 0)
-    for least, size in ((1, 150 * 2048), (1_000_000, 1_000_000)):
-        places = (nullcontext(str(tmp_path)) for _ in range(2))
-        runs = list(phases.disk(2, lambda _, places=places: next(places), SETTING, least))
-        assert [run.size_bytes for run in runs] == [size] * 2
+    assert again.size_bytes == 150 * 2048
+    assert [run.size_bytes for run in in_turns(tmp_path, ["disk"], 1_000_000)] == [1_000_000] * 2
+
+
+def test_what_fails_in_a_turn_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed: list[str] = []
+
+    def fail(*_: object) -> Measured:
+        raise InputError("extract: no room")
+
+    engine = SimpleNamespace(close=lambda: closed.append("engine"))
+    monkeypatch.setattr(phases, "_started_stream", lambda *_: (engine, 1.0))
+    monkeypatch.setattr(phases, "_prefill", lambda *_: RUNS[0])
+    monkeypatch.setattr(phases, "_stream", fail)
+    runs = in_turns(tmp_path, ["prefill", "stream-disk", "disk"], 1)
+    assert [run.phase for run in runs] == ["prefill", "disk"] * 2
+    assert capsys.readouterr().err == "bench  stream-disk: extract: no room\n" * 2
+    assert closed == ["engine"]
+    assert extract._lacking(["prefill", "stream-disk", "disk"], runs, 2) == ["stream-disk"]
 
 
 # ---- Stock

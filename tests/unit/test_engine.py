@@ -3,10 +3,13 @@
 import json
 import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
-from pipeline import engine, patching
+from pipeline import engine, patching, serve
 from pipeline.config import Run
 from pipeline.errors import InputError
 from pipeline.target import Target
@@ -46,6 +49,42 @@ def test_the_way_to_load_is_passed_on_and_weights_that_are_made_up_have_a_key_of
     assert Target(dummy.target).fingerprint.endswith("-dummy")
     with pytest.raises(InputError, match="has no weights"):
         _ = Target(run_of(pinned(tmp_path)).target).fingerprint
+
+
+def test_every_other_engine_loads_that_way_too(tmp_path, monkeypatch):
+    from pipeline.evaluate import vllm_engine
+    from pipeline.evaluate.counts import Question
+
+    write_config(tmp_path, "float32")
+    dummy = run_of(pinned(tmp_path) | {"load_format": "dummy"})
+    target, told = Target(dummy.target), {}
+    options = serve.arguments(dummy, target, None)
+    assert options[options.index("--load-format") + 1] == "dummy"
+
+    def run(command, **_):
+        told.update(json.loads(Path(command[2]).read_text())["engine"])
+        Path(command[3]).write_text("{}")
+        return SimpleNamespace(returncode=0)
+
+    evaluating = object.__new__(vllm_engine.VllmEngine)
+    evaluating.config, evaluating.target, evaluating.python = dummy, target, sys.executable
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_engine.subprocess, "run", run)
+        evaluating._decode(Question([[1, 2]], [0], 3, 10, 0.0, 0), {})
+    assert told["load_format"] == "dummy"
+
+    pytest.importorskip("vllm")
+    from pipeline.extract.environment import speculators_silenced
+    from pipeline.extract.speculators_engine import SpeculatorsEngine
+
+    with speculators_silenced():
+        from speculators.data_generation import vllm_hidden_states_generator as generator
+    monkeypatch.setattr(
+        generator, "VllmHiddenStatesGenerator", lambda *_, **arguments: told.update(arguments) or MagicMock()
+    )
+    told.clear()
+    SpeculatorsEngine(dummy, target, [1, 2])
+    assert told["load_format"] == "dummy"
 
 
 def test_kimi_is_asked_for_text_alone_and_with_its_tokenizer(tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,38 @@ def test_files_are_the_librarys_to_the_byte(
         )
 
 
-def test_a_file_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tensors, "WRITE_BYTES", 1000)
+def test_what_the_system_does_not_take_at_once_is_written_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write, taken = os.write, []
+
+    def take_little(file: int, data: memoryview) -> int:
+        taken.append(write(file, data[:1000]))
+        return taken[-1]
+
+    monkeypatch.setattr(tensors.os, "write", take_little)
     values = {"a": torch.randint(0, 255, (12_345,), dtype=torch.uint8)}
     size, sha256 = write_tensors(tmp_path / "ours", values)
+    assert len(taken) > 12
     assert torch.equal(load_file(tmp_path / "ours")["a"], values["a"])
     assert hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest() == sha256
     assert size == (tmp_path / "ours").stat().st_size
+
+
+def test_a_disk_that_fails_late_is_told_by_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Quotas and network file systems tell of it at fsync, without a name."""
+
+    def fail(file: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(tensors.os, "fsync", fail)
+    with pytest.raises(OSError, match="quota") as raised:
+        write_tensors(tmp_path / "file", {"a": torch.zeros(3)})
+    assert raised.value.filename == str(tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_type_without_a_code_is_named(tmp_path: Path):
+    with pytest.raises(AssertionError, match=r"odd is torch.complex64"):
+        write_tensors(tmp_path / "file", {"odd": torch.zeros(3, dtype=torch.complex64)})
 
 
 def test_a_full_disk_is_told_by_the_files_name(tmp_path: Path):

@@ -7,8 +7,8 @@ from pipeline.config import ExtractSection, Run
 
 RING_STEPS = 4
 """Steps whose states wait in host memory to be put in their places: one on its way, one being copied, two of slack."""
-FILLING = 2
-"""Shards that are being filled while all writers write: requests in flight reach over a shard's end."""
+FEED = 4
+"""Steps whose tokens the engine holds at least: two are under way, and the next ones should not have to wait for us."""
 STEPS_UNDER_WAY = 2
 """vLLM schedules a step while the one before it runs, and counts the requests of both."""
 BLOCK_TOKENS = 16
@@ -16,8 +16,11 @@ BLOCK_TOKENS = 16
 
 
 def shards_in_hand(section: ExtractSection) -> int:
-    """Shards that may be in memory at once, from the first request of a sample to the record on the disk."""
-    return section.writers + FILLING
+    """Shards that may be in memory at once, from the first request of a sample to the record on the disk: those that
+    are written, those that the engine holds, and one more, since the driver hears late of what is written. A step has
+    rows of one shard only."""
+    held = -(-FEED * section.max_batched_tokens // section.shard_tokens)
+    return section.writers + min(held, FEED) + 1
 
 
 def stage_bytes(section: ExtractSection, token_bytes: int) -> int:
@@ -30,14 +33,10 @@ def ring_bytes(section: ExtractSection, token_bytes: int) -> int:
     return RING_STEPS * stage_bytes(section, token_bytes)
 
 
-def shards_bytes(section: ExtractSection, token_bytes: int, shard_tokens: int | None = None) -> int:
-    """Memory of the worker: the shards in hand, the largest of which has `shard_tokens`."""
-    return shards_in_hand(section) * (shard_tokens or section.shard_tokens) * token_bytes
-
-
 def host_bytes(section: ExtractSection, token_bytes: int) -> int:
-    """Memory of the worker, both."""
-    return ring_bytes(section, token_bytes) + shards_bytes(section, token_bytes)
+    """Memory of the worker at most, where no sample is longer than a shard: the ring and the shards in hand."""
+    shards = shards_in_hand(section) * section.shard_tokens * token_bytes
+    return ring_bytes(section, token_bytes) + shards
 
 
 def cache_tokens(config: Run, block_tokens: int = BLOCK_TOKENS) -> int:

@@ -12,9 +12,8 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pipeline import engine, memory
-from pipeline.config import ExtractSection, Run
-from pipeline.errors import InputError
+from pipeline import engine
+from pipeline.config import Run
 from pipeline.extract.check import FAULT
 from pipeline.extract.engines import Order, Went
 from pipeline.extract.environment import last_position_usable, prepare_environment, speculators_silenced
@@ -29,8 +28,6 @@ from pipeline.target import Target
 if TYPE_CHECKING:
     from vllm import LLM
 
-FEED = 4
-"""Steps whose tokens the engine holds at least: two are under way, and the next ones should not have to wait for us."""
 REPORT_S = 1.0
 """Time between two questions to the worker while the model runs: each is answered between two steps."""
 BLOCKED_S = 0.1
@@ -45,7 +42,6 @@ class StreamEngine:
     def __init__(self, config: Run, target: Target, layer_ids: list[int]):
         self._config, self._target, self._layer_ids = config, target, layer_ids
         section = config.extract
-        _require_memory(section, bounds.host_bytes(section, self._token_bytes))
         prepare_environment(config)
         before = multiprocessing.active_children()
         with speculators_silenced(), last_position_usable(config, target):
@@ -63,9 +59,15 @@ class StreamEngine:
             )
         started = [process for process in multiprocessing.active_children() if process not in before]
         self._engine_processes = [process for process in started if process.name.startswith("EngineCore")]
-        form = layer_ids, target.hidden_size, self._dtype, section.max_batched_tokens
-        self._llm.collective_rpc("_stream_allocate", args=form)
-        _tell_if_cramped(config, self._llm)
+        try:
+            rows = section.max_batched_tokens
+            self._llm.collective_rpc(
+                "_stream_prepare", args=(os.getpid(), layer_ids, target.hidden_size, self._dtype, rows)
+            )
+            _tell_if_cramped(config, self._llm)
+        except BaseException:
+            self.close()
+            raise
 
     def _scheduling(self) -> dict[str, Any]:
         """On a GPU vLLM schedules a step while the one before it runs; its CPU build does not."""
@@ -95,8 +97,6 @@ class StreamEngine:
         llm = self._llm
         assert llm is not None, "the engine has ended"
         work = self._work(order)
-        section = self._config.extract  # a sample may be longer than shard_tokens, which was looked at before the start
-        _require_memory(section, bounds.shards_bytes(section, self._token_bytes, work.largest_tokens))
         llm.collective_rpc("_stream_begin", args=(work.to_text(),))
         stream = _Stream(llm, work, order, stopping)
         try:
@@ -119,7 +119,6 @@ class StreamEngine:
             max_batched_tokens=self._config.extract.max_batched_tokens,
             writers=self._config.extract.writers,
             shards_in_hand=bounds.shards_in_hand(self._config.extract),
-            driver_pid=os.getpid(),
             store_dtype=self._config.extract.store_dtype,
         )
 
@@ -137,7 +136,7 @@ class _Stream:
 
     def __init__(self, llm: "LLM", work: Work, order: Order, stopping: Callable[[], bool]):
         self._llm, self._stopping = llm, stopping
-        self._room = FEED * work.max_batched_tokens
+        self._room = bounds.FEED * work.max_batched_tokens
         self._in_hand, self._begun, self._finished = work.shards_in_hand, 0, 0
         self._shards = remaining(order.prepared, order.planned, set(order.files))
         self._next = next(self._shards, None)
@@ -236,15 +235,4 @@ def _tell_if_cramped(config: Run, llm: "LLM") -> None:
             f"extract  memory holds keys and values of {have:,} tokens, {want:,} would be needed to make the same "
             "bytes in every run: last bits may differ. Lower extract.max_batched_tokens or extract.max_num_seqs",
             file=sys.stderr,
-        )
-
-
-def _require_memory(section: ExtractSection, host_bytes: int) -> None:
-    """Raise InputError unless the machine has room for what is in hand: the kernel would end the worker later."""
-    available = memory.room_bytes()
-    if host_bytes > available:
-        raise InputError(
-            f"extract: {bounds.shards_in_hand(section)} shards in memory and the states on their way to them take "
-            f"{host_bytes / 1e9:.1f} GB, this machine or container has {available / 1e9:.1f} GB free. "
-            "Lower extract.shard_tokens or extract.writers, or use another engine"
         )

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from pipeline.extract.environment import end_with
 from pipeline.extract.stream.bounds import STEPS_UNDER_WAY
 from pipeline.extract.stream.work import END, request_place
 
@@ -26,8 +27,9 @@ class ByShard(Scheduler):
         super().__init__(*args, **kwargs)
         self._whole: set[int] = set()
         """Shards whose last request has come."""
-        if multiprocessing.parent_process() is not None:
+        if (driver := multiprocessing.parent_process()) is not None:
             leave_signals_to_the_driver()
+            end_with(int(driver.pid or 0))
 
     def add_request(self, request: Request) -> None:
         if not self.requests:  # another order counts its shards anew

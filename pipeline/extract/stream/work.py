@@ -37,7 +37,6 @@ class Work:
     max_batched_tokens: int
     writers: int
     shards_in_hand: int
-    driver_pid: int
     store_dtype: str | None = None
     """As what the files hold the states: `extract.store_dtype`."""
 

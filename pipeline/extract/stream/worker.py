@@ -10,9 +10,6 @@ before (a request that lost its cache to others begins anew). There are none of 
 with the first one, before that would be run.
 """
 
-import os
-import select
-import threading
 from functools import partial
 from typing import Any
 
@@ -22,7 +19,7 @@ from vllm.distributed import get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from pipeline.extract.check import Expected
-from pipeline.extract.environment import ignore_stop_signals
+from pipeline.extract.environment import end_with, ignore_stop_signals
 from pipeline.extract.stream.bounds import RING_STEPS
 from pipeline.extract.stream.ring import Ring
 from pipeline.extract.stream.work import Work
@@ -33,22 +30,23 @@ class StreamWorkerExtension:
     """Methods that the driver calls by name. With tensor parallelism all ranks compute equal states: rank 0 keeps them,
     the others return None."""
 
-    def _stream_allocate(self, layer_ids: list[int], hidden_size: int, dtype: str, max_rows: int) -> None:
-        """The memory between model and writers, which takes a second: when the engine starts. Raises what allocating
-        memory raises."""
+    def _stream_prepare(
+        self, driver_pid: int, layer_ids: list[int], hidden_size: int, dtype: str, max_rows: int
+    ) -> None:
+        """When the engine starts: leave with the driver, and take the memory between model and writers, which takes a
+        second. Raises what allocating memory raises."""
+        self._stream_writers: Writers | None = None
+        if self.parallel_config.world_size > 1:  # type: ignore[attr-defined]
+            # in a process of its own; alone it shares the scheduler's
+            end_with(driver_pid)
+            ignore_stop_signals(self)
         if get_tp_group().rank_in_group == 0:
             form = Expected(layer_ids, hidden_size, getattr(torch, dtype))
             self._stream_ring = Ring(form, max_rows, RING_STEPS, self.model_runner.device)  # type: ignore[attr-defined]
 
     def _stream_begin(self, text: str) -> None:
         """Hook the model and start the writers."""
-        self._stream_writers: Writers | None = None
         work = Work.from_text(text)
-        if work.driver_pid != os.getpid():
-            driver = os.pidfd_open(work.driver_pid)
-            threading.Thread(target=_end_with, args=(driver,), daemon=True, name="aerie-driver").start()
-        if self.parallel_config.world_size > 1:  # type: ignore[attr-defined]
-            ignore_stop_signals(self)  # in a process of its own; alone it shares the scheduler's
         if get_tp_group().rank_in_group != 0:
             return
         runner = self.model_runner  # type: ignore[attr-defined]
@@ -69,13 +67,13 @@ class StreamWorkerExtension:
 
     def _stream_end(self) -> None:
         """Undo `_stream_begin`; a shard that is being written is finished first."""
-        if getattr(self, "_stream_writers", None) is None:
+        if self._stream_writers is None:
             return
         runner = self.model_runner  # type: ignore[attr-defined]
         runner.execute_model = self._stream_execute_model
         for hook in self._stream_hooks:
             hook.remove()
-        self._stream_writers.close()  # type: ignore[union-attr]
+        self._stream_writers.close()
         self._stream_writers = None
 
     def _stream_keep(self, place: int, names: list[str], _module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
@@ -132,12 +130,3 @@ def _chunks(req_ids: list[str], scheduler_output: SchedulerOutput) -> list[Chunk
         row += rows
     assert row == scheduler_output.total_num_scheduled_tokens, "the batch holds other requests than were scheduled"
     return chunks
-
-
-def _end_with(driver: int) -> None:
-    """End this process as soon as the driver, a pidfd, has: killed, it could not say so, and its folder is free for
-    another."""
-    poll = select.poll()
-    poll.register(driver, select.POLLIN)
-    poll.poll()
-    os._exit(1)

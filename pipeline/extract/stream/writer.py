@@ -167,7 +167,7 @@ class Writers:
                 step.slot.wait()
                 if not self.failed:
                     self._take(step)
-            except BaseException as error:  # noqa: BLE001 the driver raises it; a panic of safetensors is no Exception
+            except BaseException as error:  # noqa: BLE001 the driver raises it; a thread that died would tell nothing
                 self.fail(error)
             finally:
                 self._ring.release(step.slot)
@@ -211,7 +211,7 @@ class Writers:
             try:
                 if not self.failed:
                     line = self._write(shard)
-            except BaseException as error:  # noqa: BLE001 the driver raises it; a panic of safetensors is no Exception
+            except BaseException as error:  # noqa: BLE001 the driver raises it; a thread that died would tell nothing
                 self.fail(error)
             self._memory.put(shard.memory)
             with self._lock:

@@ -13,7 +13,7 @@ from pipeline.store import read_manifest
 from pipeline.store.samples import Sample
 from pipeline.store.states import StatesReader
 from tests.extraction import FILES, HIDDEN, LENGTHS, NUM_LAYERS, SHARD_TOKENS, StandIn, extract, killed_at
-from tests.runs import contents, make_samples, write_prepared
+from tests.runs import contents, errors, make_samples, write_prepared
 
 # ---- Plan
 
@@ -68,7 +68,7 @@ def test_finished_folder_starts_no_engine(config: Path, stand_in: type[StandIn],
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = errors(capsys.readouterr().err)
     assert line.startswith("extract: ") or line.startswith("prepare: ")
     return line
 

@@ -13,7 +13,7 @@ from pipeline.extract.engines import Captured
 from pipeline.store import exclusive
 from pipeline.store.samples import Sample
 from tests.extraction import FILES, LENGTHS, SHARD_TOKENS, StandIn, extract, killed_at
-from tests.runs import contents, damaged, make_samples, small_file_system, write_run
+from tests.runs import contents, damaged, errors, make_samples, small_file_system, write_run
 
 # ---- Interruptions
 
@@ -249,7 +249,7 @@ def test_wrong_states_are_never_written(
     with monkeypatch.context() as patch:
         patch.setattr(stand_in, "fault", on_sample_4)
         assert extract(config) == 4
-    (message,) = capsys.readouterr().err.splitlines()
+    (message,) = errors(capsys.readouterr().err)
     assert message.startswith("extract: sample sample-4: ")
     assert words in message
     assert stand_in.closed == stand_in.started

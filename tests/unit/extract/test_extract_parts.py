@@ -13,7 +13,7 @@ from pipeline.extract.parts import Part
 from pipeline.store import exclusive, exclusive_part
 from pipeline.store.samples import Sample
 from tests.extraction import FILES, StandIn, extract
-from tests.runs import contents, damaged, ended, in_child
+from tests.runs import contents, damaged, ended, errors, in_child
 
 
 def merge(config: Path) -> int:
@@ -81,7 +81,7 @@ def test_merge_names_what_is_missing(config: Path, hidden: Path, capsys: pytest.
     assert "was not begun" in capsys.readouterr().err
     assert part(config, "1/2") == 0
     assert merge(config) == 4
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = errors(capsys.readouterr().err)
     assert f"3 of 6 shards are not done ({FILES[1]}, {FILES[3]}, {FILES[5]})" in line
     assert not (hidden / "manifest.json").exists()
 

@@ -55,6 +55,10 @@ def test_line(tmp_path: Path, at: Clock, capsys: pytest.CaptureFixture[str]):
     at.s = 229.0
     progress.tick()
     assert capsys.readouterr().err == ""
+    speed = progress.tokens_per_s
+    progress.end()
+    at.s = 240.0
+    assert (progress.elapsed_s, progress.tokens_per_s) == (59.0, speed), "what the engine's end takes does not count"
 
 
 def test_the_first_tokens_are_not_in_the_speed():
@@ -65,6 +69,26 @@ def test_the_first_tokens_are_not_in_the_speed():
         speed.add(1000, second + 0.01)
     assert speed.tokens_per_s(70.01) == pytest.approx(2000, rel=0.01)
     assert speed.first_s == 60
+
+
+def test_the_time_of_a_first_burst_is_not_in_the_speed_either():
+    speed = Speed(0.0)
+    speed.add(5000, 10.0)
+    speed.add(5000, 10.4)
+    for tenths in range(106, 115):
+        speed.add(1000, tenths / 10)
+    assert speed.tokens_per_s(11.4) == pytest.approx(9000)
+
+
+def test_what_the_engines_end_takes_is_not_in_the_speed(
+    config: Path, tmp_path: Path, stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stand_in, "close", lambda self: time.sleep(1.0))
+    path = tmp_path / "progress.jsonl"
+    assert extract(config, "--extract.progress_json", str(path)) == 0
+    shard, end = (json.loads(line) for line in path.read_text().splitlines()[-2:])
+    assert end["time"] - shard["time"] >= 1.0
+    assert end["elapsed_s"] - shard["elapsed_s"] < 0.5
 
 
 def test_json_lines(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import pipeline.stop
-from pipeline.extract import engines, space, stop
+from pipeline.extract import engines, plan, space, stop
 from pipeline.extract.engines import Captured
-from pipeline.store import atomic, file_sha256, tensors
+from pipeline.store import file_sha256, tensors
 from pipeline.store.samples import Sample
 from tests.extraction import (  # fmt: skip
     FILES,
+    HIDDEN,
     LENGTHS,
     MANIFEST,
     POINTS,
@@ -26,7 +27,7 @@ from tests.extraction import (  # fmt: skip
     extract,
     killed_in,
 )
-from tests.runs import contents, ended, in_child, make_samples, small_file_system, write_run
+from tests.runs import contents, ended, errors, in_child, make_samples, small_file_system, write_run
 from tests.soak import Campaign
 
 # ---- SIGKILL
@@ -258,7 +259,7 @@ def test_a_file_that_the_disk_does_not_take(
     with monkeypatch.context() as patch:
         refuse(patch, name, number)
         assert extract(config) == code
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = errors(capsys.readouterr().err)
     assert "it goes on" in line
     assert name in line
     assert not (hidden / MANIFEST).exists()
@@ -271,27 +272,60 @@ def test_a_file_that_the_disk_does_not_take(
 def test_a_write_error_inside_a_shard(
     config: Path, hidden: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    write, sync = os.write, atomic.sync
+    write, sync = os.write, os.fsync
 
     def failing_write(file: int, data: memoryview) -> int:
         if FILES[2] in Path(f"/proc/self/fd/{file}").readlink().name:
             raise OSError(errno.EIO, "Input/output error")
         return write(file, data)
 
-    def failing_sync(path: Path) -> None:
-        if FILES[2] in path.name:
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        sync(path)
+    def failing_sync(file: int) -> None:
+        if FILES[2] in Path(f"/proc/self/fd/{file}").readlink().name:
+            raise OSError(errno.EIO, "Input/output error")
+        sync(file)
 
     with monkeypatch.context() as patch:
         if where == "data":
             patch.setattr(tensors.os, "write", failing_write)
         else:
-            patch.setattr(atomic, "sync", failing_sync)
+            patch.setattr(tensors.os, "fsync", failing_sync)
         assert extract(config) == 4
     assert sorted(path.name for path in hidden.glob("*.safetensors")) == FILES[:2]
     assert extract(config) == 0
     assert contents(hidden) == undisturbed
+
+
+def test_what_cannot_be_read_is_told_as_that(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    prepared = config.parent / "runs" / "test" / "prepared" / "samples-00000.parquet"
+
+    def failing_read(*_):
+        raise OSError(errno.EIO, "Input/output error", str(prepared))
+
+    monkeypatch.setattr(plan, "read_samples", failing_read)
+    assert extract(config) == 4
+    (line,) = errors(capsys.readouterr().err)
+    assert f"{prepared} cannot be read or written (Input/output error)" in line
+
+
+def test_too_little_memory_is_said_before_the_engine_starts(
+    config: Path, stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two shards at most are in memory where two are to be made, of 50 and 20 tokens."""
+    assert extract(config) == 0
+    for name in FILES[1:3]:
+        (config.parent / "runs" / "test" / "hidden" / name).unlink()
+    started, token_bytes = stand_in.started, 4 * HIDDEN * 4
+    wanted = 4 * 8192 * token_bytes + 2 * 50 * token_bytes
+    monkeypatch.setattr(space.memory, "room_bytes", lambda: wanted - 1)
+    capsys.readouterr()
+    assert extract(config) == 5
+    assert "extract: 2 shards in memory and the states on their way" in capsys.readouterr().err
+    assert stand_in.started == started
+    assert extract(config, "--extract.engine", "speculators") == 3, "another engine, another folder"
+    monkeypatch.setattr(space.memory, "room_bytes", lambda: wanted)
+    assert extract(config) == 0
 
 
 @pytest.fixture
@@ -307,7 +341,7 @@ def test_a_read_only_folder_is_told_in_a_line(
     config = write_run(read_only, target, make_samples(LENGTHS), shard_tokens=SHARD_TOKENS, max_length=64)
     subprocess.run(["mount", "-o", "remount,ro", str(read_only)], check=True)
     assert extract(config) == 4
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = errors(capsys.readouterr().err)
     assert "cannot be written (Read-only file system)" in line
     assert stand_in.started == 0
 

@@ -1,6 +1,9 @@
 """Engine `stream` without vLLM: rows in their places, a step's states, what driver and worker tell each other."""
 
 import errno
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +20,7 @@ from pipeline.extract.plan import Planned
 from pipeline.extract.stream import bounds
 from pipeline.extract.stream.engine import _Stream
 from pipeline.extract.stream.ring import Ring, Slot
-from pipeline.extract.stream.work import Place, Report, Work, request_place, tell, told
+from pipeline.extract.stream.work import END, Place, Report, Work, request_place, tell, told
 from pipeline.extract.stream.writer import Chunk, OpenShard, Step, Writers
 from pipeline.store.samples import Sample
 from tests.runs import make_samples, write_prepared
@@ -161,7 +164,7 @@ def test_requests_are_known_by_their_names_with_and_without_what_vllm_adds():
 WORK = Work(
     "/prepared", "/hidden",
     [Planned("shard-00000.safetensors", 2, 70000, 5, 8), Planned("shard-00001.safetensors", 1, 9, 9, 8)],
-    ["shard-00000.safetensors"], "0" * 32, [2, 30, 58, 61], 7168, "bfloat16", 8192, 4, 6, 1, "fp8",
+    ["shard-00000.safetensors"], "0" * 32, [2, 30, 58, 61], 7168, "bfloat16", 8192, 4, 6, "fp8",
 )  # fmt: skip
 
 
@@ -173,7 +176,7 @@ def test_work_and_reports_are_text():
 
 @pytest.mark.parametrize("place", ["_take", "_write"])
 def test_a_panic_in_a_thread_is_heard_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str):
-    """safetensors is Rust: what it raises then is no Exception."""
+    """What is no Exception, as a panic of a library in Rust is not, would end the thread without a word."""
 
     class Panic(BaseException):
         pass
@@ -185,7 +188,7 @@ def test_a_panic_in_a_thread_is_heard_of(monkeypatch: pytest.MonkeyPatch, tmp_pa
     planned = [Planned("shard-00000.safetensors", 1, 3, 3, 8)]
     work = Work(
         str(tmp_path / "prepared"), str(tmp_path), planned, [planned[0].file], "0" * 32, [1, 2, 3], HIDDEN, "float32",
-        3, 1, 3, 1, None,
+        3, 1, 3, None,
     )  # fmt: skip
     ring = Ring(work.expected, 3, 2, torch.device("cpu"))
     monkeypatch.setattr(Writers, place, panic)
@@ -215,7 +218,10 @@ def test_memory_is_what_the_settings_say():
     assert bounds.stage_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 8192 * 57344
     assert bounds.host_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 4 * 8192 * 57344 + 6 * 65536 * 57344
     assert bounds.ring_bytes(RUN.extract, KIMI_TOKEN_BYTES) == 4 * 8192 * 57344
-    assert bounds.shards_bytes(RUN.extract, KIMI_TOKEN_BYTES, 70000) == 6 * 70000 * 57344
+    assert bounds.shards_in_hand(RUN.extract) == 4 + 1 + 1
+    assert bounds.shards_in_hand(RUN.extract.model_copy(update={"shard_tokens": 8192})) == 4 + 4 + 1
+    assert bounds.shards_in_hand(RUN.extract.model_copy(update={"shard_tokens": 32767})) == 4 + 2 + 1
+    assert bounds.shards_in_hand(RUN.extract.model_copy(update={"shard_tokens": 10})) == 4 + 4 + 1
     assert bounds.cache_tokens(RUN) == 2048 + 2 * (8192 + 32 * 16)
 
 
@@ -237,13 +243,22 @@ def test_errors_cross_processes(error: Exception, kind: type[Exception], words: 
         assert again.errno == error.errno
 
 
-def test_too_little_memory_is_said_before_the_model_runs(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_that_fails_after_its_start_is_ended(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("vllm")
     from pipeline.extract.stream import engine
 
-    monkeypatch.setattr(engine.memory, "room_bytes", lambda: 10_000_000_000)
-    with pytest.raises(InputError, match=r"6 shards in memory .* take 26\.0 GB, this .* has 10\.0 GB free"):
-        engine._require_memory(RUN.extract, 25_960_000_000)
-    engine._require_memory(RUN.extract, 9_900_000_000)
+    ended = []
+    core = SimpleNamespace(shutdown=lambda: ended.append("core"))
+
+    def no_memory(*_, **__):
+        raise MemoryError("pinned")
+
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core), collective_rpc=no_memory)
+    monkeypatch.setattr(engine.engine, "start", lambda *_, **__: llm)
+    target = SimpleNamespace(hidden_size=8, dtype=torch.float32, config={})
+    with pytest.raises(MemoryError):
+        engine.StreamEngine(RUN, target, [1, 2, 3, 4])  # type: ignore[arg-type]
+    assert ended == ["core"]
 
 
 def test_reports_are_asked_for_soon_where_only_the_disk_is_waited_for():
@@ -269,3 +284,48 @@ def test_a_cache_that_is_too_small_for_equal_bytes_is_told(capsys: pytest.Captur
     engine._tell_if_cramped(RUN, SimpleNamespace(llm_engine=config))  # type: ignore[arg-type]
     told = capsys.readouterr().err
     assert ("19,440 tokens, 19,456 would be needed" in told) if said else told == ""
+
+
+ENGINE_PROCESS = """
+import signal, sys
+from pipeline.extract.stream.scheduler import leave_signals_to_the_driver
+
+def end(*_):
+    sys.exit(7)  # as vLLM's engine process has it for SIGTERM
+
+signal.signal(signal.SIGTERM, end)
+leave_signals_to_the_driver()
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_the_engines_process_leaves_signals_to_the_driver():
+    pytest.importorskip("vllm")
+    with subprocess.Popen([sys.executable, "-c", ENGINE_PROCESS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "ready\n" in process.stdout, "after what vLLM says"
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                process.send_signal(number)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            process.send_signal(END)
+            assert process.wait(10) == 7
+        finally:
+            process.kill()
+
+
+def test_the_engine_ends_the_process_that_it_started(monkeypatch: pytest.MonkeyPatch):
+    """Which hears no other signal."""
+    from pipeline.extract.stream.engine import StreamEngine
+
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    engine = object.__new__(StreamEngine)
+    engine._engine_processes = [SimpleNamespace(pid=sleeper.pid, is_alive=lambda: True)]  # type: ignore[list-item]
+    core = SimpleNamespace(shutdown=lambda: None)
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))  # type: ignore[assignment]
+    engine.close()
+    assert sleeper.wait(10) == -END
+    engine.close()
