@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,16 @@ def test_a_disk_that_fails_late_is_told_by_the_files_name(tmp_path: Path, monkey
     with pytest.raises(OSError, match="quota") as raised:
         write_tensors(tmp_path / "file", {"a": torch.zeros(3)})
     assert raised.value.filename == str(tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_file_is_left_whose_checksum_could_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(data: memoryview) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(tensors.hashlib, "sha256", lambda: SimpleNamespace(update=fail, hexdigest=lambda: "0"))
+    with pytest.raises(MemoryError):
+        write_tensors(tmp_path / "file", {"a": torch.zeros(3)})
     assert not list(tmp_path.iterdir())
 
 

@@ -317,6 +317,22 @@ def test_the_engines_process_leaves_signals_to_the_driver():
             process.kill()
 
 
+@pytest.mark.parametrize("parent", [None, SimpleNamespace(pid=1234)], ids=["the driver's", "its own"])
+def test_only_in_a_process_of_its_own_the_scheduler_cares_for_signals_and_driver(
+    monkeypatch: pytest.MonkeyPatch, parent: SimpleNamespace | None
+):
+    pytest.importorskip("vllm")
+    from pipeline.extract.stream import scheduler
+
+    done: list[object] = []
+    monkeypatch.setattr(scheduler.Scheduler, "__init__", lambda *_: None)
+    monkeypatch.setattr(scheduler.multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(scheduler, "leave_signals_to_the_driver", lambda: done.append("signals"))
+    monkeypatch.setattr(scheduler, "end_with", done.append)
+    scheduler.ByShard()
+    assert done == (["signals", 1234] if parent else [])
+
+
 def test_the_engine_ends_the_process_that_it_started(monkeypatch: pytest.MonkeyPatch):
     """Which hears no other signal."""
     from pipeline.extract.stream.engine import StreamEngine
