@@ -132,6 +132,16 @@ def write_run(
     return config
 
 
+def inodes(hidden: Path) -> dict[str, int]:
+    """Of each shard: a shard that is made again has another one."""
+    return {shard.stem: shard.stat().st_ino for shard in hidden.glob("shard-*.safetensors")}
+
+
+def kept(hidden: Path) -> dict[str, int]:
+    """Those of the shards that have their record, in a folder that is not finished: what must not be made again."""
+    return {record.stem: inodes(hidden)[record.stem] for record in hidden.glob("shard-*.json")}
+
+
 def contents(folder: Path) -> dict[str, str]:
     """File name -> checksum; left out are the lock file, which holds the last writer's process id, and files that were
     moved aside because they were damaged."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import USER_ID, Checkout
-from tests.runs import contents
+from tests.runs import contents, inodes, kept
 
 FOLDERS = ("prepared", "hidden", "vocab", "checkpoints")
 
@@ -120,14 +120,14 @@ def test_a_killed_extract_goes_on_where_it_was(checkout, many):
     """And what it ends with is what an undisturbed run makes."""
     hidden = checkout.folder / "runs" / "many" / "hidden"
     name = checkout.compose("run", "--detach", "--no-deps", "extract", **many).stdout.split()[-1]
-    wait_for(lambda: len(list(hidden.glob("shard-*.safetensors"))) >= 3)
+    wait_for(lambda: len(kept(hidden)) >= 3)
     subprocess.run(["docker", "kill", "--signal", "KILL", name], check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["docker", "wait", name], check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["docker", "rm", name], check=True, stdout=subprocess.DEVNULL)
     assert not (hidden / "manifest.json").exists()
-    kept = {path.name: path.stat().st_mtime_ns for path in hidden.glob("shard-*.safetensors")}
+    there = kept(hidden)
     checkout.step("extract", **many)
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in hidden.glob("shard-*.safetensors")}.items()
+    assert there.items() <= inodes(hidden).items()
     disturbed = contents(hidden)
     hidden.rename(hidden.with_name("hidden-disturbed"))
     checkout.step("extract", **many)
