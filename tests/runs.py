@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,13 +41,14 @@ CHILD_S = 200.0
 
 
 def in_child(work: Callable[[], int | None]) -> int:
-    """Start `work` in a process of its own, silent; its result is the exit code. Returns the process id."""
+    """Start `work` in a process of its own, silent unless it crashes; its result is the exit code. Returns its id."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of forks beside threads
         child = os.fork()
     if child:
         return child
-    faulthandler.enable(os.dup(2))
+    told = os.fdopen(os.dup(2), "w")
+    faulthandler.enable(told)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -54,6 +56,9 @@ def in_child(work: Callable[[], int | None]) -> int:
     code = 70
     try:
         code = work() or 0
+    except BaseException:  # noqa: BLE001 (of the child: there is nobody to raise it to)
+        traceback.print_exc(file=told)
+        told.flush()
     finally:
         os._exit(code)
 

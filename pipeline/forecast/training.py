@@ -5,7 +5,7 @@ supervised. It follows pipeline.train: nothing of the draft's or the loss's stru
 """
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from pipeline.config import Run
 from pipeline.forecast.ledger import Ledger
 from pipeline.target import Head, Target
 from pipeline.train.checkpoint import Progress
-from pipeline.train.data import Row, empty_row, row_bytes
+from pipeline.train.data import Row, empty_row, row_bytes, without_data
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead, frozen_dtype
@@ -73,15 +73,8 @@ class FullRows:
         return empty_row(self.row_tokens, AUX_LAYERS, self.hidden_size, self.dtype, pinned)
 
     def load(self, row: list[int], room: Row | None = None) -> Row:
-        """One row: all but its places is zeros."""
-        made = replace(room or self.room(), documents=self.documents)
-        for values in (made.tokens_R, made.aux_RLH, made.last_RH):
-            values.zero_()
-        made.supervised_R.fill_(True)
-        for number, (start, end) in enumerate(self.documents):
-            made.positions_R[start:end] = torch.arange(end - start)
-            made.document_R[start:end] = number
-        return made
+        """One row."""
+        return without_data(room or self.room(), self.documents)
 
 
 def training_memory(config: Run, target: Target, processes: int) -> TrainingMemory:

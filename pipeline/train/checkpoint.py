@@ -149,6 +149,28 @@ class Keeper:
     ) -> None:
         best = self.best_value()
         path = self.folder / f"step-{progress.step:08d}"
+        if path.exists():  # a run has gone on from it, and nothing but its validation is new
+            write_json(path / "trainer/progress.json", asdict(progress))
+        else:
+            self._write_folder(path, names, dtype, config, progress, generators)
+        self._point("last", path)
+        length = progress.metrics.get("acceptance_length", -math.inf if self.validated else math.inf)
+        if length >= best and length > -math.inf:
+            self._point("best", path)
+        for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
+            if old.resolve() != (self.folder / "best").resolve():
+                shutil.rmtree(old)
+        self.saved(path)
+
+    def _write_folder(
+        self,
+        path: Path,
+        names: list[str],
+        dtype: torch.dtype,
+        config: str,
+        progress: Progress,
+        generators: Sequence[State],
+    ) -> None:
         with atomic_folder(path) as temporary:
             weights = {name: self._host[f"weight/{name}"].to(dtype) for name in names}
             write_tensors(temporary / "model.safetensors", {**weights, **self.maps}, ("format", "pt"))
@@ -158,14 +180,6 @@ class Keeper:
             states = {f"{rank}/{name}": t for rank, state in enumerate(generators) for name, t in state.items()}
             write_tensors(temporary / "trainer/random.safetensors", states)
             write_json(temporary / "trainer/progress.json", asdict(progress))
-        self._point("last", path)
-        length = progress.metrics.get("acceptance_length", -math.inf if self.validated else math.inf)
-        if length >= best and length > -math.inf:
-            self._point("best", path)
-        for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
-            if old.resolve() != (self.folder / "best").resolve():
-                shutil.rmtree(old)
-        self.saved(path)
 
     def _point(self, name: str, path: Path) -> None:
         temporary = self.folder / f".{name}.tmp"

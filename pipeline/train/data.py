@@ -5,7 +5,7 @@ processes, so that two processes see what one would, and a stopped run goes on w
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -130,6 +130,18 @@ def empty_row(tokens: int, layers: int, hidden: int, dtype: torch.dtype, pinned:
         empty(tokens, hidden, of=dtype),
         [],
     )
+
+
+def without_data(room: Row, documents: list[tuple[int, int]]) -> Row:
+    """A full row of these documents, all of it supervised and zeros: what takes most to compute."""
+    row = replace(room, documents=documents)
+    for values in (row.tokens_R, row.aux_RLH, row.last_RH):
+        values.zero_()
+    row.supervised_R.fill_(True)
+    for number, (start, end) in enumerate(documents):
+        row.positions_R[start:end] = torch.arange(end - start)
+        row.document_R[start:end] = number
+    return row
 
 
 def row_bytes(tokens: int, layers: int, hidden: int, item_bytes: int) -> int:

@@ -17,10 +17,10 @@ from pipeline.config import TrainSection
 from pipeline.errors import InputError, Stopped
 from pipeline.stop import NUMBERS, StopSignals
 from pipeline.train.checkpoint import Progress
-from pipeline.train.data import Row, Rows
+from pipeline.train.data import Row, Rows, without_data
 from pipeline.train.draft import Draft
 from pipeline.train.loader import RowsAhead
-from pipeline.train.loss import StepSums, TargetHead, compile_step, supervised_at, unroll
+from pipeline.train.loss import StepSums, TargetHead, compile_now, compile_step, supervised_at, unroll
 
 ADVICE = "Lower train.learning_rate, look at these samples, or set train.on_nonfinite to skip"
 NAMES = 4
@@ -89,10 +89,9 @@ class Trainer:
         self.draft, self.section, self.place, self.seed = draft, section, place, seed
         self.train_rows, self.validation_rows = train_rows, validation_rows
         draft.lm_head.weight.requires_grad_(section.train_lm_head)
+        self.target = target
         self.optimizer = _optimizer(draft, section)
         self.module = Unrolled(draft, target, section, place)
-        if place.device.type == "cuda":
-            compile_step(draft, target)
         # buffers (the target's embedding: 4.7 GB for Kimi) do not change: they are not sent round at every step
         self.parallel = (
             DistributedDataParallel(self.module, broadcast_buffers=False) if place.world > 1 else self.module
@@ -101,6 +100,24 @@ class Trainer:
         self.saved_s = time.monotonic()
         """When the last checkpoint was begun, or the run."""
         self.weights_K = section.ttt_decay ** torch.arange(section.ttt_steps, device=place.device)
+
+    def compile(self, backend: str = "inductor") -> float:
+        """Compile what a step and a validation compute, now and for rows of any content. Returns the seconds it took.
+
+        Not at the first rows: all processes do it at the same time, and a signal need not wait for it."""
+        begun, room = time.monotonic(), self.train_rows.room()
+        compile_step(self.draft, self.target, backend)
+        row = without_data(room, [(0, len(room.tokens_R))]).to(self.place.device)
+
+        def compute() -> None:
+            self.module(row, self._noise(row, 0, 0), False, self.weights_K).total.backward()
+            if self.validation_rows is not None:
+                with torch.no_grad():
+                    self.module(row, None, True)
+
+        compile_now(self.draft, compute)
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.monotonic() - begun
 
     def run(
         self,

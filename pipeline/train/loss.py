@@ -99,7 +99,7 @@ def supervised_at(row: Row, step: int) -> Tensor:
 class Plan:
     """Which indices of a row ask, and which of them is compared with which supervised token in which step.
 
-    The first M and J are padded: M so that what is compiled has few shapes, J to whole chunks.
+    M and J are padded: M so that what is compiled has few shapes, J to whole chunks.
     """
 
     at_M: Tensor
@@ -119,7 +119,8 @@ class Plan:
         at = asks_KR.any(0).nonzero().squeeze(-1)
         needed = row.supervised_R.nonzero().squeeze(-1)
         device, length = at.device, row.tokens_R.shape[0]
-        asking = -(-max(len(at), 1) // multiple) * multiple
+        # of a dimension of one, a block of queries here, torch.compile makes a graph of its own
+        asking = max(-(-len(at) // multiple), 2) * multiple
         last = at[-1:] if len(at) else at.new_zeros(1)
         at_M = torch.cat([at, last.expand(asking - len(at))])
         needed_J = F.pad(needed, (0, -len(needed) % chunk))
@@ -184,6 +185,18 @@ def compile_step(
     target.compare = torch.compile(compare, fullgraph=True, dynamic=False, backend=backend)
 
 
+def compile_now(draft: Draft, compute: Callable[[], object]) -> None:
+    """Have the draft's graph made by `compute`, which runs what is to be compiled on a full row.
+
+    torch.compile makes a graph for the first number of asking indices that it meets, and one for all numbers when it
+    meets another. The first is one that no row has here, so that each row, of a resumed run too, runs the same graph.
+    """
+    usual = draft.asking_multiple
+    for multiple in (usual + 1, usual):
+        draft.asking_multiple = multiple
+        compute()
+
+
 def chunk_of(length: int, steps: int) -> int:
     """Supervised tokens of one chunk, for rows of a length."""
     return min(max(1, CHUNK_ROWS // steps), length)
@@ -227,7 +240,9 @@ class Losses:
         chunk = chunk_of(len(last_RH), steps)
         first_K = torch.arange(steps, device=last_RH.device)[:, None] * queries
         hits = [torch.zeros_like(plan.slot_KJ[:, :0], dtype=torch.bool)]
-        for needed_C, slot_KC in zip(plan.needed_J.split(chunk), plan.slot_KJ.split(chunk, dim=1), strict=True):
+        # of nothing, split makes an empty piece
+        pieces = zip(plan.needed_J.split(chunk), plan.slot_KJ.split(chunk, dim=1), strict=True)
+        for needed_C, slot_KC in pieces if len(plan.needed_J) else ():
             # what is compared with nothing weighs nothing, so that its place may be any
             at = (first_K + slot_KC.clamp(max=queries - 1)).flatten()
             hits.append(self._add(last_RH[needed_C], at, slot_KC < queries, exact))

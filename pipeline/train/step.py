@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.config import Run
 from pipeline.errors import ConfigError, InputError, Stopped, UserError
+from pipeline.progress import clock
 from pipeline.stop import StopSignals
 from pipeline.store import Shard, claim, exclusive, finish, release, require_space
 from pipeline.store.states import StatesReader
@@ -110,6 +111,8 @@ def _train(
     trainer = Trainer(
         draft, head_of_target, rows(train), rows(validation) if validation else None, section, place, config.seed
     )
+    if place.device.type == "cuda":
+        _compile(trainer, place)
     seed_all(config.seed, place.rank)
     start = newest(folder)
     progress = restore(start, draft, trainer.optimizer, place.rank) if start else Progress()
@@ -145,6 +148,14 @@ def _train(
         "validation_samples": len(validation),
         "parameters": size,
     }
+
+
+def _compile(trainer: Trainer, place: Place) -> None:
+    if place.first:
+        print("train  compiling for this GPU ...", file=sys.stderr, flush=True)
+    took_s = trainer.compile()
+    if place.first:
+        print(f"train  compiled in {clock(took_s)}", file=sys.stderr, flush=True)
 
 
 def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:

@@ -116,5 +116,6 @@ def _train(config: Run, target: Target) -> None:
     rows.words = target.vocab_size
     losses: list[float] = []
     trainer = Trainer(draft, teacher, rows, rows, section, Place(0, 1, device), 0)
+    trainer.compile()
     trainer.run(Progress(), lambda _: None, lambda _, metrics, __: losses.append(metrics["loss"]))
     assert len(losses) == 3, "two steps and a validation"

@@ -3,8 +3,10 @@
 The step runs in this process, on states that the target computed for random ids.
 """
 
+import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from pipeline.store import read_manifest
 from pipeline.train import checkpoint, data, loop
 from pipeline.train.randomness import random_state, seed_all, set_random_state
 from tests.models import Reference
-from tests.runs import ended, in_child
+from tests.runs import CHILD_S
 from tests.training import make_hidden, write_config
 
 TRAIN = {
@@ -184,23 +186,41 @@ def test_a_signal_before_the_first_step_ends_it_at_once(new_run, monkeypatch, ca
     assert capfd.readouterr().err == "train: stopped. Run it again: it goes on\n"
 
 
-def test_a_stop_that_takes_too_long_is_ended(new_run, monkeypatch):
+def ended_in_its_third_step(config: Run, act) -> int | None:
+    """Exit code of a training that does `act()` there. Not forked: autograd may not run in a fork of this process."""
+    child = multiprocessing.get_context("spawn").Process(target=trains_with, args=[act, config.model_dump_json()])
+    child.start()
+    child.join(CHILD_S)
+    child.kill()
+    child.join()
+    return child.exitcode
+
+
+def trains_with(act, config: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.stop.EXIT_S", 2.0)
+        at_step(patch, 2, act)
+        sys.exit(run_step("train", Run.model_validate_json(config)))
+
+
+def hangs_after_a_signal() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def gets_two_signals() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_a_stop_that_takes_too_long_is_ended(new_run):
+    assert ended_in_its_third_step(new_run(), hangs_after_a_signal) == 143
+
+
+def test_a_second_signal_ends_the_process_at_once(new_run):
     config = new_run()
-    monkeypatch.setattr("pipeline.stop.EXIT_S", 0.5)
-    at_step(monkeypatch, 2, lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)))
-    assert ended(in_child(lambda: run_step("train", config))) == 143
-
-
-def test_a_second_signal_ends_the_process_at_once(new_run, monkeypatch):
-    config = new_run()
-
-    def twice() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-
-    at_step(monkeypatch, 2, twice)
-    assert ended(in_child(lambda: run_step("train", config))) == -signal.SIGTERM
+    assert ended_in_its_third_step(config, gets_two_signals) == -signal.SIGTERM
     assert not (folder(config) / "step-00000003").exists()
 
 

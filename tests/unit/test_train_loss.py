@@ -234,9 +234,10 @@ def test_agreement_counts_unbroken_hits_from_the_first_step_on():
 ROWS = [([300, 80], 0.5), ([500], 0.1), ([100] * 5, 0.9), ([1, 2, 3, 400], 0.6), ([250, 250], 0.95), ([40] * 10, 0.3)]
 
 
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (False, 3)])
-def test_rows_of_any_content_are_compiled_once(dynamic, graphs, monkeypatch):
-    """The draft's graph once for the first row and once for all others, or once a multiple; the comparison once."""
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_rows_of_any_content_are_compiled_once(dynamic, monkeypatch):
+    """The draft's graph once for the first row and once for all others, or once a multiple, here of two; the comparison
+    once."""
     torch._dynamo.reset()
     made, (head, kept_D) = make_draft(heads=4, kv_heads=2), make_head()
     target = TargetHead(head, kept_D, torch.device("cpu"))
@@ -246,10 +247,10 @@ def test_rows_of_any_content_are_compiled_once(dynamic, graphs, monkeypatch):
     counters.clear()
     for row in rows:
         unroll(made, target, row, STEPS, None, exact=False).total.backward()
-    assert counters["stats"]["unique_graphs"] == graphs + 1
+    assert counters["stats"]["unique_graphs"] == 3
     for row in reversed(rows):
         unroll(made, target, row, STEPS, None, exact=False).total.backward()
-    assert counters["stats"]["unique_graphs"] == graphs + 1, "compiled again"
+    assert counters["stats"]["unique_graphs"] == 3, "compiled again"
     torch._dynamo.reset()
 
 
