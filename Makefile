@@ -77,6 +77,8 @@ bench-load: ## What training can read: states of Kimi-K2.5's sizes, bf16 and fp8
 	$(STEP) --entrypoint 'python -m benchmarks.load' train $(ARGS)
 bench-train: ## Speed and memory of train beside speculators 0.9.0 (ARGS="--reference FOLDER"), on random weights
 	$(STEP) --entrypoint 'python -m benchmarks.train' train $(ARGS)
+bench-scaling: ## Speed of train from disk, in one process and several, on random weights (ARGS="--folder runs --processes 1 8")
+	$(STEP) --entrypoint 'python -m benchmarks.scaling' train $(ARGS)
 
 ##@ Upkeep
 setup: .venv/.complete ## Make .venv: the locked packages, speculators and vLLM patched
@@ -126,4 +128,4 @@ $(UV): $(LOCKS)/uv.txt
 
 .NOTPARALLEL:
 .PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast merge \
-  report serve board shell bench-extract bench-load bench-train setup check lock clean
+  report serve board shell bench-extract bench-load bench-train bench-scaling setup check lock clean

@@ -25,6 +25,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +107,9 @@ def _run_all(options: argparse.Namespace, stored: str) -> list[Measured]:
     folder: Path = options.folder / f"states-{stored}"
     runs: list[Measured] = []
     try:
-        _write(folder, options, stored)
+        write_hidden(
+            folder, options.tokens, options.shard_tokens, options.hidden_size, STORED[stored], wanted_by="load"
+        )
         for way in options.ways:
             for cold in (False, True):
                 runs.append(_apart(Task(folder, stored, way, cold, options.row_tokens, options.trains)))
@@ -116,34 +119,38 @@ def _run_all(options: argparse.Namespace, stored: str) -> list[Measured]:
     return runs
 
 
-def _write(folder: Path, options: argparse.Namespace, stored: str) -> None:
-    """A finished hidden/ folder of samples of 500 to 2,048 tokens, random states."""
-    hidden = options.hidden_size
-    per_shard = shard_bytes(
-        1, options.shard_tokens, 100, aux_layers=AUX_LAYERS, last_layer=LAST_LAYER, hidden_size=hidden,
-        dtype="bfloat16", store_dtype=STORED[stored],
-    )  # fmt: skip
-    require_space(folder, per_shard * -(-options.tokens // options.shard_tokens), "load", "--folder")
+def write_hidden(
+    folder: Path,
+    tokens: int,
+    shard_tokens: int,
+    hidden: int,
+    store_dtype: str | None,
+    *,
+    wanted_by: str,
+    vocabulary: int = 1000,
+    longest: int = 2048,
+) -> None:
+    """A finished hidden/ folder of samples of a quarter of `longest` tokens and more, random ids and states."""
+    shape: dict[str, Any] = {"aux_layers": AUX_LAYERS, "last_layer": LAST_LAYER, "store_dtype": store_dtype}
+    per_shard = shard_bytes(1, shard_tokens, 100, hidden_size=hidden, dtype="bfloat16", **shape)
+    require_space(folder, per_shard * -(-tokens // shard_tokens), wanted_by, "--folder")
     random, generator, shards = np.random.default_rng(0), torch.Generator().manual_seed(0), []
-    inputs = {"benchmark": "load", "stored": stored}
+    inputs = {"benchmark": wanted_by, "stored": store_dtype}
     claim(folder, "extract", inputs)
     block = torch.randn(4096, 4, hidden, generator=generator).to(torch.bfloat16)  # drawing all would take minutes
-    for number in range(-(-options.tokens // options.shard_tokens)):
+    states = block.repeat(-(-shard_tokens // len(block)), 1, 1)[:shard_tokens]
+    for number in range(-(-tokens // shard_tokens)):
         samples: list[Sample] = []
-        left = options.shard_tokens
+        left = shard_tokens
         while left:
-            size = min(left, int(random.integers(500, 2049)))
-            ids = random.integers(0, 1000, size, dtype=np.int32)
+            size = min(left, int(random.integers(longest // 4, longest + 1)))
+            ids = random.integers(0, vocabulary, size, dtype=np.int32)
             samples.append(Sample(f"s{number}-{left}", f"c{number}-{left}", ids, random.random(size) < 0.6))
             left -= size
-        states = block.repeat(-(-options.shard_tokens // len(block)), 1, 1)[: options.shard_tokens]
-        written = write_states(
-            folder / f"shard-{number:05d}.safetensors", samples, states[:, :3].contiguous(), states[:, 3].contiguous(),
-            aux_layers=AUX_LAYERS, last_layer=LAST_LAYER, run_key=run_key(inputs), store_dtype=STORED[stored],
-        )  # fmt: skip
-        shards.append(written)
-    totals = {"aux_layers": AUX_LAYERS, "hidden_size": hidden, "dtype": "bfloat16"}
-    finish(folder, "extract", inputs, shards, totals)
+        path, own = folder / f"shard-{number:05d}.safetensors", run_key(inputs)
+        aux, last = states[:, :3].contiguous(), states[:, 3].contiguous()  # fp8 is made in their place
+        shards.append(write_states(path, samples, aux, last, run_key=own, **shape))
+    finish(folder, "extract", inputs, shards, {"aux_layers": AUX_LAYERS, "hidden_size": hidden, "dtype": "bfloat16"})
 
 
 def _apart(task: Task) -> Measured:

@@ -97,6 +97,9 @@ class Trainer:
             DistributedDataParallel(self.module, broadcast_buffers=False) if place.world > 1 else self.module
         )
         self.total_steps = sum(train_rows.steps_in(epoch) for epoch in range(section.epochs))
+        self.compiled_again = 0
+        """Graphs made after `compile`: none is expected, each takes a minute of a step."""
+        self._graphs: int | None = None
         self.saved_s = time.monotonic()
         """When the last checkpoint was begun, or the run."""
         self.weights_K = section.ttt_decay ** torch.arange(section.ttt_steps, device=place.device)
@@ -117,6 +120,7 @@ class Trainer:
 
         compile_now(self.draft, compute)
         self.optimizer.zero_grad(set_to_none=True)
+        self._graphs = _graphs_made()
         return time.monotonic() - begun
 
     def run(
@@ -179,7 +183,18 @@ class Trainer:
         if self.section.on_nonfinite == "skip":
             counted["skipped_steps"] = progress.skipped
         report("train", {**metrics, **counted}, progress)
+        self._count_graphs(progress.step)
         return told
+
+    def _count_graphs(self, step: int) -> None:
+        if self._graphs is None or (made := _graphs_made() - self._graphs) == 0:
+            return
+        self.compiled_again += made
+        self._graphs += made
+        if self.place.first:
+            tqdm.write(
+                f"train  step {step:,} was compiled again, which should not be: please report it", file=sys.stderr
+            )
 
     @torch.no_grad()
     def validate(self, stop: StopSignals | None = None) -> dict[str, float]:
@@ -349,6 +364,13 @@ def _optimizer(draft: Draft, section: TrainSection) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=section.learning_rate, betas=section.betas, fused=True)
+
+
+def _graphs_made() -> int:
+    """By torch.compile in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def is_finite(row: Row) -> Tensor:

@@ -144,6 +144,7 @@ def _train(
         "tokens_per_second": progress.tokens / max(progress.seconds, 1e-9),
         "seconds": progress.seconds,
         "skipped_steps": progress.skipped,
+        "compiled_again": trainer.compiled_again,
         "train_samples": len(train),
         "validation_samples": len(validation),
         "parameters": size,
