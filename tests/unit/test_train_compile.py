@@ -30,7 +30,7 @@ def make_row(trainer: Trainer, first: int, end: int) -> Row:
     return row
 
 
-def test_no_row_makes_a_graph_after_compile(trainer):
+def test_no_row_makes_a_graph_after_compile(trainer, capsys):
     torch._dynamo.reset()
     trainer.compile("aot_eager")
     assert all(parameter.grad is None for parameter in trainer.draft.parameters())
@@ -42,4 +42,11 @@ def test_no_row_makes_a_graph_after_compile(trainer):
         with torch.no_grad():
             assert torch.isfinite(trainer.module(row, None, True).loss).all()
         assert counters["stats"]["unique_graphs"] == graphs, f"{first} to {end}: compiled again"
+    trainer._count_graphs(4)
+    assert capsys.readouterr().err == ""
+    for number in (1, 2):
+        torch.compile(lambda x, number=number: x + number, backend="eager")(torch.ones(2))
+        trainer._count_graphs(5)
+        assert trainer.compiled_again == number
+    assert capsys.readouterr().err.count("train  step 5 was compiled again") == 2
     torch._dynamo.reset()
