@@ -279,7 +279,14 @@ class ForecastSection(Section):
     """Regenerated tokens per second, all answers together. Unknown for Kimi-K2.5 in batches, so without a default:
     `prepare` shows it after a minute. A single answer gets 78 to 92."""
     train_tokens_per_s: float | None = Field(default=None, gt=0)
-    """Trained tokens per second, all processes together; without a default. `train` shows it after a minute."""
+    """Trained tokens per second, all processes together; without a default. `train` shows it after a minute, with all
+    that a step takes. One GPU's rate times their number lacks the gradients' way between them: see the next key."""
+    all_reduce_gb_per_s: float = Field(default=37.6, gt=0)
+    """Bandwidth at which GPUs sum up gradients, in 10**9 bytes per second: the bus bandwidth (busbw) that nccl-tests'
+    all_reduce_perf shows for large messages over all GPUs. Default: what an owner of eight of these cards measured on
+    two sockets without PCIe switches, NCCL_MIN_NCHANNELS=8 as in docker/nccl.env, 8 MB to 2 GB. With switches others
+    measured 39.4 and 41.1; on the first machine NCCL's defaults gave 22.2 (32 MB). Source: hardware/pcie-bandwidth.md
+    there, read on 2026-11-30."""
     gpu_count: Count = 8
     """GPUs of the machine."""
     gpu_memory_gib: float = Field(default=95.5, gt=0)

@@ -3,6 +3,7 @@
 0  done            2  configuration or usage     3  folder made with other settings
 1  a fault of ours 4  unusable input or model    5  disk or memory without room
 6  folder in use: again later
+1 as well, in a line, where another process of the same training is gone (torchrun)
 130 stopped by SIGINT (Ctrl-C)  143 stopped by SIGTERM: 128 and the signal's number, as shells have it
 
 `versions` ends with 1 where something differs, `preflight` with 4 where a check failed,
@@ -49,6 +50,12 @@ class SpaceError(UserError):
     """A disk without room for what is to be written, or memory for what is on its way there."""
 
     exit_code = 5
+
+
+class LostError(UserError):
+    """Another process of the same training, on another machine perhaps, has ended or cannot be reached."""
+
+    exit_code = 1
 
 
 class Stopped(KeyboardInterrupt):

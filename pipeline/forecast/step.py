@@ -12,6 +12,7 @@ from pipeline.forecast import disk
 from pipeline.forecast.data import Data, data_of
 from pipeline.forecast.engine_memory import GIB, EngineMemory, engine_memory
 from pipeline.forecast.shapes import Shapes, target_shapes
+from pipeline.forecast.traffic import all_reduce
 from pipeline.forecast.training import AUX_LAYERS, TrainingMemory, training_memory
 from pipeline.forecast.weights import TargetWeights, target_weights
 from pipeline.preflight.inputs import STATES_PER_TOKEN
@@ -157,7 +158,7 @@ def _disk_rows(facts: Forecast) -> Rows:
 
 
 def _hour_rows(facts: Forecast) -> Rows:
-    return [("prepare", _prepare_hours(facts)), *_extract_hours(facts), ("train", _train_hours(facts))]
+    return [("prepare", _prepare_hours(facts)), *_extract_hours(facts), *_train_hours(facts)]
 
 
 def _extract_hours(facts: Forecast) -> Rows:
@@ -199,15 +200,35 @@ def _prepare_hours(facts: Forecast) -> str:
     return f"{_hours(data.answer_tokens, rate)}: {text} at {rate:,.0f} tok/s"
 
 
-def _train_hours(facts: Forecast) -> str:
-    """Without the all-reduce between GPUs, which on PCIe is to be added here once it is known."""
+def _train_hours(facts: Forecast) -> Rows:
     if facts.done("checkpoints"):
-        return "done"
+        return [("train", "done")]
     tokens, rate = facts.train_tokens * facts.config.train.epochs, facts.config.forecast.train_tokens_per_s
     text = f"{tokens / 1e6:,.1f} M tokens in {facts.steps:,} steps"
     if rate is None:
-        return f"unknown: {text}; set forecast.train_tokens_per_s"
-    return f"{_hours(tokens, rate)}: {text} at {rate:,.0f} tok/s"
+        text = f"unknown: {text}; set forecast.train_tokens_per_s"
+    else:
+        text = f"{_hours(tokens, rate)}: {text} at {rate:,.0f} tok/s"
+    return [("train", text), *_all_reduce_rows(facts, rate)]
+
+
+def _all_reduce_rows(facts: Forecast, tokens_per_s: float | None) -> Rows:
+    """Part of what `train` shows as its rate, but not of one GPU's rate times their number."""
+    train, bandwidth = facts.config.train, facts.config.forecast.all_reduce_gb_per_s
+    if facts.processes == 1:
+        return []
+    memory = facts.training
+    cost = all_reduce(memory.trainable, memory.output_rows, facts.processes, bandwidth)
+    sent = f"{_gb(cost.gradient_bytes)} a step, {_gb(cost.link_bytes)} through each of {facts.processes} GPUs' links"
+    whole = f"{_duration(cost.seconds * facts.steps)} in all; computing can hide {cost.hidden_s:.2f} s of it at most"
+    if tokens_per_s is not None:
+        step_s = train.rows_per_step * train.tokens_per_row / tokens_per_s
+        rows = -(-train.rows_per_step // facts.processes)
+        whole = f"{100 * cost.seconds / step_s:.0f} % of a step of {step_s:.2f} s (rows in each: {rows}), {whole}"
+    return [
+        ("", f"gradients: {sent}: {cost.seconds:.2f} s at {bandwidth:g} GB/s"),
+        ("", whole),
+    ]
 
 
 def _memory_heading(facts: Forecast) -> str:
@@ -323,7 +344,10 @@ def _parts(parts: dict[str, float]) -> str:
 
 
 def _hours(tokens: int, rate: float) -> str:
-    seconds = tokens / rate
+    return _duration(tokens / rate)
+
+
+def _duration(seconds: float) -> str:
     return clock(seconds) if seconds >= 3600 else f"{seconds / 60:,.0f} min"
 
 

@@ -30,7 +30,8 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes of one GPU when most is held. `trainable` and `parameters` count the draft's weights, not bytes."""
+    """Bytes of one GPU when most is held. `parameters`, `trainable` and, of these, `output_rows` count the draft's
+    weights, not bytes."""
 
     weights: int
     gradients: int
@@ -43,6 +44,7 @@ class TrainingMemory:
     """Of DistributedDataParallel: a second copy of the gradients, where there are several processes."""
     parameters: int
     trainable: int
+    output_rows: int
 
     @property
     def total(self) -> int:
@@ -109,6 +111,7 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
         buckets=4 * sum(sizes) if processes > 1 else 0,
         parameters=sum(p.numel() for p in draft.parameters()),
         trainable=sum(sizes),
+        output_rows=draft.lm_head.weight.numel() if section.train_lm_head else 0,
     )
 
 

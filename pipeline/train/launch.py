@@ -43,11 +43,21 @@ def run(config: Run) -> None:
     """Train in as many processes as the configuration says; see `pipeline.train.step.run` for what it raises."""
     count = num_processes(config.train)
     if count == 1:
-        from pipeline.train import step
-
-        step.run(config)
+        _run_here(config)
     else:
         launch(count, _train, config.model_dump_json())
+
+
+def _run_here(config: Run) -> None:
+    """In this process, which may be one of torchrun's: there nobody else says what the loss of another one is."""
+    from pipeline.train import machines, step
+
+    try:
+        step.run(config)
+    except RuntimeError as error:
+        if line := machines.told(error, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))):
+            raise line from error
+        raise
 
 
 def num_processes(section: TrainSection) -> int:

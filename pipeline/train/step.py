@@ -24,6 +24,7 @@ from pipeline.train.init_from import begin_from, fingerprint
 from pipeline.train.launch import NOTICE
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead, frozen_dtype
+from pipeline.train.machines import TIMEOUT, refuse_unequal
 from pipeline.train.randomness import gathered, seed_all
 from pipeline.train.report import Reporter
 from pipeline.vocab import load_map
@@ -50,6 +51,8 @@ def run(config: Run) -> None:
         target, reader = Target(config.target), StatesReader(config.folder("hidden"))
         maps = load_map(config.folder("vocab"))
         inputs, done = _inputs(config, reader), None
+        start = newest(folder)
+        refuse_unequal(place.world, inputs, start.name if start else None)
         if place.first:
             stack.enter_context(exclusive(folder, "train"))
             done = claim(folder, "train", inputs)
@@ -70,6 +73,7 @@ def run(config: Run) -> None:
                 f"train  {folder / 'best'}: acceptance length {_shown(totals)} on {totals['validation_samples']:,} "
                 f"validation samples, {totals['steps']:,} steps, {totals['tokens_per_second']:,.0f} tok/s"
             )
+        _from_first(place, True)  # the others wait: torchrun ends 5 minutes after the first machine is done
 
 
 def _train(
@@ -209,7 +213,7 @@ class _processes:  # noqa: N801 (used as a function)
         else:
             torch.set_num_threads(self.threads or max(1, len(os.sched_getaffinity(0)) // local_world))
         if world > 1:
-            dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=device if cuda else None)
             self.made_group = True
         return Place(rank, world, device)
 

@@ -1,4 +1,4 @@
-"""The examples in deploy/ give each job its own part, and all of them all parts."""
+"""The examples in deploy/ give each job its own part, and all of them all parts; nodes of one job meet at one place."""
 
 import os
 import shutil
@@ -39,6 +39,35 @@ def test_slurm(checkout: Path):
     alone = {**run, "SLURM_ARRAY_TASK_COUNT": "1", "PARTS": "4"}
     assert said(job, checkout, **alone, SLURM_ARRAY_TASK_ID="3") == "3/4 configs/x.toml -m pipeline extract"
     assert "name the run" in said(job, checkout, SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_TASK_COUNT="4")
+
+
+SRUN = """#!/bin/sh
+for node in 0 1; do SLURM_NODEID=$node SLURM_GPUS_ON_NODE=8 "$@" || exit; done
+"""
+SCONTROL = '#!/bin/sh\n[ "$*" = "show hostnames gpu-[3,7]" ] && printf "gpu-3\\ngpu-7\\n"\n'
+TORCHRUN = '#!/bin/sh\necho "$NCCL_IB_DISABLE $NCCL_MIN_NCHANNELS $AERIE_CONFIG $*"\n'
+
+
+def test_slurm_nodes_of_a_training_meet_at_the_first(checkout: Path):
+    """By torchrun's own reading of the command line."""
+    from torch.distributed.run import config_from_args, parse_args
+
+    for name, text in (("bin/srun", SRUN), ("bin/scontrol", SCONTROL), (".venv/bin/torchrun", TORCHRUN)):
+        (checkout / name).write_text(text)
+        (checkout / name).chmod(0o755)
+    job = ["bash", str(ROOT / "deploy/slurm/train.sbatch")]
+    slurm = {"SLURM_JOB_NODELIST": "gpu-[3,7]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "17"}
+    assert "name the run" in said(job, checkout, **slurm)
+    lines = said(job, checkout, **slurm, AERIE_CONFIG="configs/x.toml").splitlines()
+    assert len(lines) == 2
+    for number, line in enumerate(lines):
+        shared_by_nodes, channels, run, *arguments = line.split()
+        assert (shared_by_nodes, channels, run) == ("0", "8", "configs/x.toml")
+        config, _, command = config_from_args(parse_args(arguments))
+        assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 8)
+        assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("c10d", "gpu-3:29500", "17")
+        assert config.rdzv_configs["is_host"] == str(int(number == 0))
+        assert command[-3:] == ["-m", "pipeline", "train"]
 
 
 def test_kubernetes(checkout: Path):

@@ -111,6 +111,31 @@ def test_rates_and_lengths_give_hours(kimi, capsys):
     assert "train              10 h 48: 778.2 M tokens in 380,000 steps at 20,000 tok/s" in out
 
 
+@pytest.mark.parametrize(
+    ("rows", "steps", "share", "in_all"),
+    [
+        (8, 14_504, "32 % of a step of 0.68 s (rows in each: 1)", "54 min"),
+        (16, 7252, "16 % of a step of 1.37 s (rows in each: 2)", "27 min"),
+    ],
+)
+def test_gradients_take_their_way_over_the_links(kimi, capsys, rows, steps, share, in_all):
+    """1,190,948,864 weights of 4 bytes, 14/8 of that over a link of 37.6 GB/s: 0.2217 s a step, whatever its rows."""
+    flags = {"train.rows_per_step": rows, "train.tokens_per_row": 4096, "train.validation_share": 0.01,
+             "forecast.tokens_per_sample": 1200, "forecast.train_tokens_per_s": 48_000}  # fmt: skip
+    assert main([*kimi, *(str(part) for key, value in flags.items() for part in (f"--{key}", value))]) == 0
+    assert (
+        f"  train              2 h 45: 475.2 M tokens in {steps:,} steps at 48,000 tok/s\n"
+        "                     gradients: 4.8 GB a step, 8.3 GB through each of 8 GPUs' links: 0.22 s at 37.6 GB/s\n"
+        f"                     {share}, {in_all} in all; computing can hide 0.04 s of it at most\n"
+    ) in capsys.readouterr().out
+    del flags["forecast.train_tokens_per_s"]
+    flags["forecast.all_reduce_gb_per_s"] = 18.8
+    assert main([*kimi, *(str(part) for key, value in flags.items() for part in (f"--{key}", value))]) == 0
+    out = capsys.readouterr().out
+    assert "links: 0.44 s at 18.8 GB/s\n" in out
+    assert "of a step of" not in out, "it is not known how long a step is"
+
+
 def test_rates_of_kimi_are_not_another_targets(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     path = tmp_path / "run.toml"
