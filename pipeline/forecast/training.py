@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.config import Run
+from pipeline.forecast.engine_memory import GIB
 from pipeline.forecast.ledger import Ledger
 from pipeline.target import Head, Target
 from pipeline.train.checkpoint import Progress
@@ -40,7 +41,8 @@ class TrainingMemory:
     activations: int
     """The batch, what the backward pass needs, its own intermediate tensors and cuBLAS's workspace."""
     buckets: int
-    """Of DistributedDataParallel: a second copy of the gradients, where there are several processes."""
+    """What several processes exchange gradients in: with DistributedDataParallel a second copy of them; sharded, see
+    `sharded_memory`."""
     parameters: int
     trainable: int
 
@@ -109,6 +111,26 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
         buckets=4 * sum(sizes) if processes > 1 else 0,
         parameters=sum(p.numel() for p in draft.parameters()),
         trainable=sum(sizes),
+    )
+
+
+def fits(memory: TrainingMemory, config: Run, gpu_bytes: float) -> bool:
+    """Whether a GPU has it, forecast.gpu_overhead_gib left free."""
+    return memory.total + config.forecast.gpu_overhead_gib * GIB <= gpu_bytes
+
+
+def sharded_memory(replica: TrainingMemory, processes: int) -> TrainingMemory:
+    """The same where each process keeps a part (pipeline.train.sharding).
+
+    Beside the parts a step holds all weights once: with gradients and activations, or, where that is more, with the
+    buffer that they are gathered from; gradients and the one that they are sent from, later, take no more than these.
+    """
+    weights, more = replica.weights, replica.gradients + replica.activations
+    return replace(
+        replica,
+        weights=weights + weights // processes,
+        optimizer=replica.optimizer // processes,
+        buckets=replica.buckets // processes + max(0, weights - more),
     )
 
 
