@@ -122,15 +122,15 @@ def fits(memory: TrainingMemory, config: Run, gpu_bytes: float) -> bool:
 def sharded_memory(replica: TrainingMemory, processes: int) -> TrainingMemory:
     """The same where each process keeps a part (pipeline.train.sharding).
 
-    Beside the parts a step holds all weights once: with gradients and activations, or, where that is more, with the
-    buffer that they are gathered from; gradients and the one that they are sent from, later, take no more than these.
+    Beside the parts a step holds all weights once, with gradients and activations. An exchange, of weights before or
+    of gradients after these, holds what it sends and a buffer of that size: `buckets` is what that takes more, if any.
     """
     weights, more = replica.weights, replica.gradients + replica.activations
     return replace(
         replica,
         weights=weights + weights // processes,
         optimizer=replica.optimizer // processes,
-        buckets=replica.buckets // processes + max(0, weights - more),
+        buckets=max(0, weights + replica.buckets // processes - more),
     )
 
 
