@@ -5,7 +5,7 @@ supervised. It follows pipeline.train: nothing of the draft's or the loss's stru
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
 from pipeline import vocab
 from pipeline.__main__ import run_step
@@ -26,10 +27,13 @@ from pipeline.config import Run, load
 from pipeline.errors import Stopped
 from pipeline.store import Shard, finish, read_manifest
 from pipeline.store.states import StatesReader
-from pipeline.train import loop, step
+from pipeline.train import loop, loss, step
+from pipeline.train.checkpoint import Progress
 from pipeline.train.data import split_by_conversation
 from pipeline.train.launch import HOST, launch
+from pipeline.train.loop import Place
 from pipeline.train.sharding import is_sharded
+from tests.forecasting import make_trainer, small_run
 from tests.integration.test_train import spoil
 from tests.integration.test_train_resumed import at_step
 from tests.models import Reference
@@ -302,6 +306,38 @@ def test_a_skipped_step_leaves_the_parts_as_they_were(runs):
         before, after = (load_file(folder / f"step-{n:08d}/trainer/state.safetensors") for n in (number - 1, number))
         assert before.keys() == after.keys()
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def train_compiled(folder: str) -> None:
+    """What each process does: train replicas as they are, and sharded and compiled. `RANK.json`: losses, and graphs."""
+    place = Place(int(os.environ["RANK"]), 2, torch.device("cpu"))
+    torch.distributed.init_process_group("gloo")
+    loss.CHUNK_ROWS = 300
+    train = {"tokens_per_row": 256, "autocast": False, "epochs": 1, "checkpoint_steps": 2, "ttt_steps": 2}
+    (own := Path(folder, str(place.rank))).mkdir()
+    losses: tuple[list[float], list[float]] = ([], [])
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        trainer = make_trainer(*small_run(own, **train), place, sharded=sharded)
+        if sharded:
+            trainer.compile("aot_eager")
+        graphs = counters["stats"]["unique_graphs"]
+        seen = losses[sharded]
+        trainer.run(Progress(), lambda _: None, lambda _, metrics, __, seen=seen: seen.append(metrics["loss"]))
+    facts = {"losses": losses, "compiled": graphs, "in all": counters["stats"]["unique_graphs"]}
+    Path(folder, f"{place.rank}.json").write_text(json.dumps(facts))
+    torch.distributed.destroy_process_group()
+
+
+def test_the_compiled_draft_is_one_graph_with_gathered_weights(tmp_path):
+    """Made once: whether weights are in parts between two steps does not show in it."""
+    launch(2, train_compiled, str(tmp_path))
+    for rank in (0, 1):
+        facts = json.loads((tmp_path / f"{rank}.json").read_text())
+        plain, compiled = facts["losses"]
+        assert len(plain) == len(compiled) == 3, "two steps and a validation"
+        assert compiled == pytest.approx(plain, rel=1e-5)
+        assert 0 < facts["compiled"] == facts["in all"]
 
 
 @pytest.mark.parametrize(
