@@ -203,6 +203,11 @@ class TrainSection(Section):
     without a GPU. Under torchrun the number is torchrun's."""
     threads: Count | None = None
     """CPU threads of each process. Default: all cores, divided among the processes of this machine."""
+    sharding: Literal["auto", "none", "full"] = "auto"
+    """What each of several processes keeps of weights, gradients and AdamW's moments. `none`: all (DDP, the fastest).
+    `full`: its part (FSDP2); weights and gradients are whole during a step only. `auto`: full where the forecast says
+    that all of it does not fit a GPU, forecast.gpu_overhead_gib left free; none on a CPU. Losses are the same, and so
+    are checkpoints: a run may go on with another value."""
     keep_checkpoints: Count = 2
     """Checkpoints kept, beside the best."""
     autocast: bool = True

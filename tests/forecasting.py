@@ -28,6 +28,9 @@ LLAMA = {
 }
 
 
+ALONE = Place(0, 1, torch.device("cpu"))
+
+
 def small_run(folder: Path, **train: Any) -> tuple[Run, Target]:
     """A configuration and a target that is a config.json and nothing else."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -44,10 +47,10 @@ def small_run(folder: Path, **train: Any) -> tuple[Run, Target]:
     return config, Target(config.target)
 
 
-def make_trainer(config: Run, target: Target) -> Trainer:
+def make_trainer(config: Run, target: Target, place: Place = ALONE, *, sharded: bool = False) -> Trainer:
     """The trainer over full rows, on real tensors or, under a ledger, on fake ones."""
     shape, section = (target.vocab_size, target.hidden_size), config.train
-    words, device = config.vocab.draft_vocab_size, torch.device("cpu")
+    words, device = config.vocab.draft_vocab_size, place.device
     dtype = frozen_dtype(target.dtype, section.autocast)
     head = Head(torch.rand(shape).to(dtype), torch.ones(shape[1]), (torch.rand(shape) / 16).to(dtype), 1e-5)
     draft = Draft(draft_config(target, section, target.aux_layers(None), words), head.embedding_VH)
@@ -55,4 +58,4 @@ def make_trainer(config: Run, target: Target) -> Trainer:
         section.rows_per_step, section.tokens_per_row, config.target.max_length, shape[1], target.dtype
     )
     teacher = TargetHead(head, torch.arange(words), device, dtype)
-    return Trainer(draft, teacher, rows, rows, section, Place(0, 1, device), 0)
+    return Trainer(draft, teacher, rows, rows, section, place, 0, sharded=sharded)

@@ -13,7 +13,7 @@ from pipeline.forecast.data import Data, data_of
 from pipeline.forecast.engine_memory import GIB, EngineMemory, engine_memory
 from pipeline.forecast.shapes import Shapes, target_shapes
 from pipeline.forecast.traffic import all_reduce
-from pipeline.forecast.training import AUX_LAYERS, TrainingMemory, training_memory
+from pipeline.forecast.training import AUX_LAYERS, TrainingMemory, fits, sharded_memory, training_memory
 from pipeline.forecast.weights import TargetWeights, target_weights
 from pipeline.preflight.inputs import STATES_PER_TOKEN
 from pipeline.prepare.regenerate import BATCHED_TOKENS
@@ -23,6 +23,7 @@ from pipeline.target import Target
 from pipeline.train.checkpoint import snapshot_bytes
 from pipeline.train.data import row_bytes
 from pipeline.train.loop import VALIDATION_AHEAD
+from pipeline.train.sharding import is_sharded
 
 Rows = list[tuple[str, str]]
 PUBLISHED_RATES_OF = "kimi_k25"
@@ -60,8 +61,14 @@ class Forecast:
 
     @cached_property
     def training(self) -> TrainingMemory:
-        """Memory of a GPU in training."""
+        """Memory of a GPU in training, with a replica in each process."""
         return training_memory(self.config, self.target, self.processes)
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether training is sharded, as pipeline.train.step chooses on the machine that is described."""
+        have = self.config.forecast.gpu_memory_gib * GIB
+        return is_sharded(self.config.train.sharding, self.processes, lambda: fits(self.training, self.config, have))
 
     @property
     def train_tokens(self) -> int:
@@ -317,14 +324,16 @@ def _engine_rows(facts: Forecast, step: str, memory: EngineMemory) -> Rows:
 
 
 def _training_rows(facts: Forecast) -> Rows:
-    memory, section, train = facts.training, facts.config.forecast, facts.config.train
+    replica, section, train = facts.training, facts.config.forecast, facts.config.train
     overhead = section.gpu_overhead_gib * GIB
     have = section.gpu_memory_gib * GIB
+    in_parts = sharded_memory(replica, facts.processes)
+    memory, other, name = (in_parts, replica, "a replica") if facts.sharded else (replica, in_parts, "sharded")
     verdict = facts.verdict("memory of train", memory.total + overhead, have)
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
-        "their buckets": memory.buckets,
+        "their exchange": memory.buckets,
         "optimiser": memory.optimizer,
         "target's words": memory.target,
         "activations": memory.activations,
@@ -332,11 +341,14 @@ def _training_rows(facts: Forecast) -> Rows:
     }
     rows = -(-train.rows_per_step // facts.processes)
     text = f"{memory.parameters / 1e6:,.0f} M weights; processes: {facts.processes}, rows in each: {rows}, full, of "
-    return [
-        ("train", f"{_gib(memory.total + overhead)} of {_gib(have)}: {verdict}"),
+    shown = [
+        ("train", f"{_gib(memory.total + overhead)} of {_gib(have)}{', sharded' if facts.sharded else ''}: {verdict}"),
         ("", _parts(parts)),
         ("", f"{text}{train.tokens_per_row:,} tokens"),
     ]
+    if facts.sharded or (facts.processes > 1 and not fits(replica, facts.config, have)):
+        shown.append(("", f"train.sharding is {train.sharding}; {name} takes {_gib(other.total + overhead)}"))
+    return shown
 
 
 def _parts(parts: dict[str, float]) -> str:

@@ -5,13 +5,14 @@ supervised. It follows pipeline.train: nothing of the draft's or the loss's stru
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from pipeline.config import Run
+from pipeline.forecast.engine_memory import GIB
 from pipeline.forecast.ledger import Ledger
 from pipeline.target import Head, Target
 from pipeline.train.checkpoint import Progress
@@ -41,7 +42,8 @@ class TrainingMemory:
     activations: int
     """The batch, what the backward pass needs, its own intermediate tensors and cuBLAS's workspace."""
     buckets: int
-    """Of DistributedDataParallel: a second copy of the gradients, where there are several processes."""
+    """What several processes exchange gradients in: with DistributedDataParallel a second copy of them; sharded, see
+    `sharded_memory`."""
     parameters: int
     trainable: int
     output_rows: int
@@ -112,6 +114,26 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
         parameters=sum(p.numel() for p in draft.parameters()),
         trainable=sum(sizes),
         output_rows=draft.lm_head.weight.numel() if section.train_lm_head else 0,
+    )
+
+
+def fits(memory: TrainingMemory, config: Run, gpu_bytes: float) -> bool:
+    """Whether a GPU has it, forecast.gpu_overhead_gib left free."""
+    return memory.total + config.forecast.gpu_overhead_gib * GIB <= gpu_bytes
+
+
+def sharded_memory(replica: TrainingMemory, processes: int) -> TrainingMemory:
+    """The same where each process keeps a part (pipeline.train.sharding).
+
+    Beside the parts a step holds all weights once, with gradients and activations. An exchange, of weights before or
+    of gradients after these, holds what it sends and a buffer of that size: `buckets` is what that takes more, if any.
+    """
+    weights, more = replica.weights, replica.gradients + replica.activations
+    return replace(
+        replica,
+        weights=weights + weights // processes,
+        optimizer=replica.optimizer // processes,
+        buckets=max(0, weights + replica.buckets // processes - more),
     )
 
 

@@ -19,7 +19,7 @@ import math
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -34,9 +34,10 @@ from pipeline.store import atomic_folder, write_json
 from pipeline.store.tensors import write_tensors
 from pipeline.train.draft import Draft
 from pipeline.train.randomness import State, set_random_state
+from pipeline.train.sharding import full, part
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a weight; nothing of one that it has not changed yet."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a weight, beside its `step`; nothing of one that it has not changed yet."""
 
 
 @dataclass
@@ -59,8 +60,9 @@ class Progress:
 class Keeper:
     """Writes checkpoints of a run, points `best` and `last` to the right ones and removes old ones.
 
-    Within a `with` block, whose end waits for what is being written. Host memory: `snapshot_bytes` at the first save,
-    kept from then on, and the draft in its own dtype while it is written.
+    The first process has it; the others go through `trainer_tensors` when it saves. Within a `with` block, whose end
+    waits for what is being written. Host memory: `snapshot_bytes` at the first save, kept from then on, and the draft
+    in its own dtype while it is written.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Keeper:
         Without validation samples the newest checkpoint is the best; with some, one that was not validated is not.
         """
         self.wait()
-        self._snapshot(_trainer_tensors(draft, optimizer))
+        self._snapshot(trainer_tensors(draft, optimizer))
         names = list(draft.weights())
         dtype = getattr(torch, str(draft.config.dtype).removeprefix("torch."))
         config = draft.config.to_json_string(use_diff=True)
@@ -137,11 +139,11 @@ class Keeper:
             json.loads(best.read_text())["metrics"].get("acceptance_length", -math.inf) if best.is_file() else -math.inf
         )
 
-    def _snapshot(self, tensors: dict[str, Tensor]) -> None:
+    def _snapshot(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies in memory that is used again: the same tensors come each time, and fresh memory costs as much."""
         self._host = {
             name: self._host[name].copy_(tensor) if name in self._host else tensor.to("cpu", copy=True).contiguous()
-            for name, tensor in tensors.items()
+            for name, tensor in tensors
         }
 
     def _write(
@@ -209,11 +211,12 @@ def restore(path: Path, draft: Draft, optimizer: torch.optim.Optimizer, rank: in
         progress = Progress(**json.loads((path / "trainer/progress.json").read_text()))
         with torch.no_grad():
             for name, parameter in draft.named_parameters():
-                parameter.copy_(tensors[f"weight/{name}"])
+                parameter.copy_(part(tensors[f"weight/{name}"], parameter))
                 if not parameter.requires_grad or (progress.skipped and f"step/{name}" not in tensors):
                     continue
                 optimizer.state[parameter] = {  # the fused AdamW wants its step counter beside the weights, too
-                    key: tensors[f"{key}/{name}"].to(parameter.device) for key in MOMENTS
+                    "step": tensors[f"step/{name}"].to(parameter.device),
+                    **{key: part(tensors[f"{key}/{name}"], parameter) for key in MOMENTS},
                 }
         _restore_random(path / "trainer/random.safetensors", rank)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -229,10 +232,12 @@ def _restore_random(file: Path, rank: int) -> None:
         set_random_state(own)
 
 
-def _trainer_tensors(draft: Draft, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+def trainer_tensors(draft: Draft, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Weights and what the optimiser keeps of them, each whole, by name.
+
+    Sharded ones are gathered as their turn comes: all processes go through it together, whether they need them or not.
+    """
     for name, parameter in draft.named_parameters():
-        tensors[f"weight/{name}"] = parameter.detach()
+        yield f"weight/{name}", full(parameter.detach())
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = value.detach()
-    return tensors
+            yield f"{key}/{name}", full(value.detach())

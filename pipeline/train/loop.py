@@ -4,13 +4,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from pipeline.config import TrainSection
@@ -21,6 +19,7 @@ from pipeline.train.data import Row, Rows, without_data
 from pipeline.train.draft import Draft
 from pipeline.train.loader import RowsAhead
 from pipeline.train.loss import StepSums, TargetHead, compile_now, compile_step, supervised_at, unroll
+from pipeline.train.sharding import distributed, exchange, full, gathered_weights
 
 ADVICE = "Lower train.learning_rate, look at these samples, or set train.on_nonfinite to skip"
 NAMES = 4
@@ -60,7 +59,7 @@ class Told:
 
 
 class Unrolled(torch.nn.Module):
-    """The draft with its loss as one module: what DistributedDataParallel needs to see."""
+    """The draft with its loss as one module: what DistributedDataParallel and FSDP need to see."""
 
     def __init__(self, draft: Draft, target: TargetHead, section: TrainSection, place: Place):
         super().__init__()
@@ -68,9 +67,14 @@ class Unrolled(torch.nn.Module):
         self._target = [target]  # in a list: not a part of the module
         self.section, self.device_type = section, place.device.type
 
-    def forward(self, row: Row, noise: Tensor | None, exact: bool, scale_K: Tensor | None = None) -> StepSums:
+    def forward(
+        self, row: Row, noise: Tensor | None, exact: bool, scale_K: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What to go backward from, and sums [3, K] of loss, count and agreed. FSDP finds tensors in tuples only."""
+        steps = self.section.ttt_steps
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.section.autocast):
-            return unroll(self.draft, self._target[0], row, self.section.ttt_steps, noise, exact=exact, scale_K=scale_K)
+            sums = unroll(self.draft, self._target[0], row, steps, noise, exact=exact, scale_K=scale_K)
+        return sums.total, _stacked(sums)
 
 
 class Trainer:
@@ -85,17 +89,16 @@ class Trainer:
         section: TrainSection,
         place: Place,
         seed: int,
+        *,
+        sharded: bool = False,
     ):
         self.draft, self.section, self.place, self.seed = draft, section, place, seed
         self.train_rows, self.validation_rows = train_rows, validation_rows
         draft.lm_head.weight.requires_grad_(section.train_lm_head)
         self.target = target
-        self.optimizer = _optimizer(draft, section)
         self.module = Unrolled(draft, target, section, place)
-        # buffers (the target's embedding: 4.7 GB for Kimi) do not change: they are not sent round at every step
-        self.parallel = (
-            DistributedDataParallel(self.module, broadcast_buffers=False) if place.world > 1 else self.module
-        )
+        self.parallel = distributed(self.module, place.world, place.device, sharded=sharded)
+        self.optimizer = _optimizer(draft, section)
         self.total_steps = sum(train_rows.steps_in(epoch) for epoch in range(section.epochs))
         self.compiled_again = 0
         """Graphs made after `compile`: none is expected, each takes a minute of a step."""
@@ -113,12 +116,14 @@ class Trainer:
         row = without_data(room, [(0, len(room.tokens_R))]).to(self.place.device)
 
         def compute() -> None:
-            self.module(row, self._noise(row, 0, 0), False, self.weights_K).total.backward()
+            total, _ = self.module(row, self._noise(row, 0, 0), False, self.weights_K)
+            total.backward()
             if self.validation_rows is not None:
                 with torch.no_grad():
                     self.module(row, None, True)
 
-        compile_now(self.draft, compute)
+        with gathered_weights(self.module), exchange(self.module, now=True):
+            compile_now(self.draft, compute)
         self.optimizer.zero_grad(set_to_none=True)
         self._graphs = _graphs_made()
         return time.monotonic() - begun
@@ -210,10 +215,11 @@ class Trainer:
         indices = [row for _, step in steps for row in rows.of_step(0, step, place.rank, place.world)]
         sums_3K = torch.zeros(3, self.section.ttt_steps, device=place.device)
         bad: tuple[list[str], ...] = ([], [], [])
-        with self._ahead(rows, steps, min(self.section.prefetch_rows, VALIDATION_AHEAD)) as ahead:
+        ahead_of = min(self.section.prefetch_rows, VALIDATION_AHEAD)
+        with self._ahead(rows, steps, ahead_of) as ahead, gathered_weights(self.module):
             for samples, row in zip(indices, ahead, strict=True):
                 self._stop_if_told(stop)
-                sums = _stacked(self.module(row, None, True))
+                _, sums = self.module(row, None, True)
                 if float((is_finite(row) & sums.isfinite().all()).float()) == 1.0:
                     sums_3K += sums
                 else:
@@ -250,17 +256,17 @@ class Trainer:
         indices = self.train_rows.of_step(epoch, step, self.place.rank, self.place.world)
         rows = [next(ahead) for _ in indices]
         count_K = self._over_processes(torch.stack([_supervised_counts(row, self.section) for row in rows]).sum(0))
-        # DistributedDataParallel takes the mean over processes, the loss is a sum over them
+        # gradients become the mean over processes, the loss is a sum over them
         scale_K = self.weights_K * self.place.world / count_K.clamp(min=1)
         self.optimizer.zero_grad(set_to_none=True)
         each: list[Tensor] = []
-        for i, row in enumerate(rows):
-            parallel, last = self.parallel, i + 1 == len(rows)
-            with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
-                sums = parallel(row, self._noise(row, number, i), False, scale_K)
-                sums.total.backward()
-            each.append(_stacked(sums))
-        norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.section.clip_norm)
+        with gathered_weights(self.parallel):
+            for i, row in enumerate(rows):
+                with exchange(self.parallel, now=i + 1 == len(rows)):
+                    total, sums_3K = self.parallel(row, self._noise(row, number, i), False, scale_K)
+                    total.backward()
+                each.append(sums_3K)
+        norm = full(torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.section.clip_norm))
         lengths_N = self.train_rows.reader.lengths_N
         tokens = sum(int(lengths_N[i]) for row in indices for i in row)
         whole = torch.stack([is_finite(row) for row in rows]).all()

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from pipeline.config import Run
 from pipeline.errors import ConfigError, InputError, Stopped, UserError
+from pipeline.forecast.training import fits, training_memory
 from pipeline.progress import clock
 from pipeline.stop import StopSignals
 from pipeline.store import Shard, claim, exclusive, finish, release, require_space
 from pipeline.store.states import StatesReader
 from pipeline.target import Target
-from pipeline.train.checkpoint import Keeper, Progress, newest, restore
+from pipeline.train.checkpoint import Keeper, Progress, newest, restore, trainer_tensors
 from pipeline.train.data import Rows, split_by_conversation
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.init_from import begin_from, fingerprint
@@ -27,13 +28,14 @@ from pipeline.train.loss import TargetHead, frozen_dtype
 from pipeline.train.machines import TIMEOUT, refuse_unequal
 from pipeline.train.randomness import gathered, seed_all
 from pipeline.train.report import Reporter
+from pipeline.train.sharding import is_sharded
 from pipeline.vocab import load_map
 
 FORMAT = 3
 """Raised when equal inputs no longer give equal bytes."""
 WITHOUT_EFFECT_ON_BYTES = {
-    "tracker", "progress_json", "processes", "threads", "prefetch_rows", "keep_checkpoints", "checkpoint_minutes",
-    "on_full_disk", "on_nonfinite", "init_from", "init_from_unequal",
+    "tracker", "progress_json", "processes", "sharding", "threads", "prefetch_rows", "keep_checkpoints",
+    "checkpoint_minutes", "on_full_disk", "on_nonfinite", "init_from", "init_from_unequal",
 }  # fmt: skip
 """Keys that a run may go on with another value of. A run that stopped at numbers that are not finite may skip them from
 there on; of the draft that it began from the content counts, not the place."""
@@ -92,6 +94,9 @@ def _train(
             "in each step some compute an empty row",
             file=sys.stderr,
         )
+    sharded = is_sharded(section.sharding, place.world, lambda: _replica_fits(config, target, place))
+    if place.first and sharded:
+        print(f"train  weights, gradients and moments are sharded over {place.world} processes", file=sys.stderr)
     train, validation = split_by_conversation(reader.conversation_ids, section.validation_share, config.seed)
     _refuse_nothing_to_learn(reader, train)
     head, dtype = target.head(), frozen_dtype(target.dtype, section.autocast)
@@ -113,7 +118,14 @@ def _train(
 
     head_of_target = TargetHead(head, kept_D, place.device, dtype)
     trainer = Trainer(
-        draft, head_of_target, rows(train), rows(validation) if validation else None, section, place, config.seed
+        draft,
+        head_of_target,
+        rows(train),
+        rows(validation) if validation else None,
+        section,
+        place,
+        config.seed,
+        sharded=sharded,
     )
     if place.device.type == "cuda":
         _compile(trainer, place)
@@ -133,6 +145,9 @@ def _train(
         generators = gathered(place.world)
         if place.first:
             keeper(draft, trainer.optimizer, now, generators)
+        else:
+            for _ in trainer_tensors(draft, trainer.optimizer):
+                pass  # what is sharded is gathered by all
 
     with Reporter(config, folder, trainer.total_steps, progress, enabled=place.first) as report, keeper:
         keeper.saved = report.saved
@@ -161,6 +176,17 @@ def _compile(trainer: Trainer, place: Place) -> None:
     took_s = trainer.compile()
     if place.first:
         print(f"train  compiled in {clock(took_s)}", file=sys.stderr, flush=True)
+
+
+def _replica_fits(config: Run, target: Target, place: Place) -> bool:
+    """Whether it fits the smallest of the processes' GPUs, by the forecast. A CPU's memory is not looked at."""
+    if place.device.type == "cpu":
+        return True
+    size_bytes = torch.cuda.get_device_properties(place.device).total_memory
+    own = fits(training_memory(config, target, place.world), config, size_bytes)
+    in_all = torch.tensor(int(own), device=place.device)
+    dist.all_reduce(in_all, dist.ReduceOp.MIN)
+    return bool(in_all)
 
 
 def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def test_a_signal_in_a_validation_leaves_that_to_the_run_that_goes_on(new_run, u
 def test_a_signal_before_the_first_step_ends_it_at_once(new_run, monkeypatch, capfd):
     config = new_run()
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Trainer, "__init__", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(loop.Trainer, "__init__", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
         assert run_step("train", config) == 143
     assert not list(folder(config).glob("step-*"))
     assert capfd.readouterr().err == "train: stopped. Run it again: it goes on\n"

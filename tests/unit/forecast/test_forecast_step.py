@@ -103,6 +103,26 @@ def test_what_does_not_fit_is_named(kimi, capsys, arguments, what):
     assert said.out.count("DOES NOT FIT") == len(what.split(", "))
 
 
+@pytest.mark.parametrize(("sharding", "code"), [("auto", 0), ("full", 0), ("none", 4)])
+def test_a_draft_too_large_for_a_gpu_is_sharded(kimi, capsys, sharding, code):
+    """Six layers: a replica takes 99 GiB; of a sharded one an eighth is kept, and weights are whole in a step."""
+    few = ["--forecast.samples", "10000", "--train.rows_per_step", "8", "--train.num_layers", "6"]
+    assert main([*kimi, *few, "--train.sharding", sharding]) == code
+    out = capsys.readouterr().out
+    if sharding == "none":
+        assert "train              99.0 of 95.5: DOES NOT FIT" in out
+        assert "train.sharding is none; sharded takes 56.4" in out
+    else:
+        assert "train              56.4 of 95.5, sharded: fits" in out
+        assert "weights 18.2 + gradients 0.9 + optimiser 4.0 + target's words" in out
+        assert f"train.sharding is {sharding}; a replica takes 99.0" in out
+
+
+def test_a_replica_that_fits_is_not_sharded(kimi, capsys):
+    main([*kimi, "--train.rows_per_step", "8"])
+    assert "sharded" not in capsys.readouterr().out
+
+
 def test_rates_and_lengths_give_hours(kimi, capsys):
     more = {"generation_tokens_per_s": 1000, "train_tokens_per_s": 20000, "answer_tokens_per_sample": 500}
     assert main([*kimi, *(str(part) for key, value in more.items() for part in (f"--forecast.{key}", value))]) == 0
