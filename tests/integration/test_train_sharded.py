@@ -309,22 +309,23 @@ def test_a_skipped_step_leaves_the_parts_as_they_were(runs):
 
 
 def train_compiled(folder: str) -> None:
-    """What each process does: train replicas as they are, and sharded and compiled. `RANK.json`: losses, and graphs."""
+    """What each process does: train replicas as they are, and sharded and compiled. `RANK.json`: numbers, and graphs."""
     place = Place(int(os.environ["RANK"]), 2, torch.device("cpu"))
     torch.distributed.init_process_group("gloo")
     loss.CHUNK_ROWS = 300
     train = {"tokens_per_row": 256, "autocast": False, "epochs": 1, "checkpoint_steps": 2, "ttt_steps": 2}
     (own := Path(folder, str(place.rank))).mkdir()
-    losses: tuple[list[float], list[float]] = ([], [])
+    numbers: tuple[list[float], list[float]] = ([], [])
     for sharded in (False, True):
         torch.manual_seed(0)
         trainer = make_trainer(*small_run(own, **train), place, sharded=sharded)
         if sharded:
             trainer.compile("aot_eager")
         graphs = counters["stats"]["unique_graphs"]
-        seen = losses[sharded]
-        trainer.run(Progress(), lambda _: None, lambda _, metrics, __, seen=seen: seen.append(metrics["loss"]))
-    facts = {"losses": losses, "compiled": graphs, "in all": counters["stats"]["unique_graphs"]}
+        trainer.run(Progress(), lambda _: None, lambda _, metrics, __, to=numbers[sharded]: to.extend(
+            metrics[name] for name in ("loss", "gradient_norm") if name in metrics
+        ))  # fmt: skip
+    facts = {"numbers": numbers, "compiled": graphs, "in all": counters["stats"]["unique_graphs"]}
     Path(folder, f"{place.rank}.json").write_text(json.dumps(facts))
     torch.distributed.destroy_process_group()
 
@@ -334,8 +335,8 @@ def test_the_compiled_draft_is_one_graph_with_gathered_weights(tmp_path):
     launch(2, train_compiled, str(tmp_path))
     for rank in (0, 1):
         facts = json.loads((tmp_path / f"{rank}.json").read_text())
-        plain, compiled = facts["losses"]
-        assert len(plain) == len(compiled) == 3, "two steps and a validation"
+        plain, compiled = facts["numbers"]
+        assert len(plain) == len(compiled) == 5, "losses and norms of two steps, the loss of a validation"
         assert compiled == pytest.approx(plain, rel=1e-5)
         assert 0 < facts["compiled"] == facts["in all"]
 
