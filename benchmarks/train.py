@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.reference and not (options.reference / "speculators").is_dir():
         print(f"bench: --reference {options.reference} holds no folder speculators", file=sys.stderr)
         return 2
-    failed, met, runs = False, True, []
+    failed, met, runs = False, False, []
     for setting in _settings(options):
         measured = _alternating(options, setting)
         failed |= any(not of_side for of_side in measured.values())

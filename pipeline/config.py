@@ -202,7 +202,7 @@ class TrainSection(Section):
     """Processes on this machine, one a GPU. Default: as many as GPUs are visible, but not more than rows_per_step; one
     without a GPU. Under torchrun the number is torchrun's."""
     threads: Count | None = None
-    """CPU threads of each process. Default: all cores, divided among the processes of this machine."""
+    """CPU threads of each process. Default: 1 with a GPU, else all cores, divided among this machine's processes."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """What each of several processes keeps of weights, gradients and AdamW's moments. `none`: all (DDP, the fastest).
     `full`: its part (FSDP2); weights and gradients are whole during a step only. `auto`: full where the forecast says

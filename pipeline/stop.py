@@ -57,11 +57,11 @@ class StopSignals:
     @contextmanager
     def in_hand(self) -> Iterator[None]:
         """Where a signal is not acted upon, but only noted in `received`, and told."""
-        self._in_hand = True
+        before, self._in_hand = self._in_hand, True
         try:
             yield
         finally:
-            self._in_hand = False
+            self._in_hand = before
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.received:

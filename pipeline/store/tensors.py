@@ -98,10 +98,15 @@ def places(path: Path) -> dict[str, Place]:
 
 
 def write_tensors(
-    path: Path, tensors: dict[str, torch.Tensor], metadata: tuple[str, str] | None = None
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    metadata: tuple[str, str] | None = None,
+    *,
+    checksum: bool = True,
 ) -> tuple[int, str]:
     """Write `tensors` to `path`; without a copy in memory, but for those that are not on the CPU, one at a time.
     Returns the file's size in bytes and its SHA-256, of the bytes in memory: a file that holds others is found out.
+    It takes longer than a fast disk; without `checksum` it is empty.
 
     `metadata` is one key and its text. Raises OSError, naming `path`, when the disk is full or fails.
     """
@@ -116,11 +121,12 @@ def write_tensors(
         for piece in (header_bytes(ordered, metadata), *(tensors[one.name] for one in ordered)):
             data = memoryview(piece) if isinstance(piece, bytes) else _bytes_of(piece)
             size += len(data)
-            summed.append(thread.submit(digest.update, data))
+            if checksum:
+                summed.append(thread.submit(digest.update, data))
             with _naming(path):
                 _write(file.fileno(), data)
             del data
-            if isinstance(piece, torch.Tensor) and piece.device.type != "cpu":
+            if checksum and isinstance(piece, torch.Tensor) and piece.device.type != "cpu":
                 summed.pop().result()
         with _naming(path):
             os.fsync(file.fileno())  # here already, beside the checksum

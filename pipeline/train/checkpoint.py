@@ -126,11 +126,30 @@ class Keeper:
         if full and self.on_full_disk == "continue" and not last:
             kept = newest(self.folder)
             print(
-                f"train: no room for a checkpoint ({error}). Training goes on, {kept.name if kept else 'none'} is kept",
+                f"train: no room for a checkpoint ({error}): {kept.name if kept else 'none'} is kept",
                 file=sys.stderr,
             )
             return
         raise error
+
+    def tidy(self) -> None:
+        """After a process that was killed: point `last` and `best` as it would have; what it left half made goes."""
+        for left in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(left)
+        there = sorted(self.folder.glob("step-*"))
+        if there:
+            self._point("last", there[-1])
+        valued = [(self._value(path), path) for path in there]
+        if (best := max(valued, default=(-math.inf, self.folder)))[0] > -math.inf:
+            self._point("best", best[1])
+
+    def _value(self, path: Path) -> float:
+        """What chooses `best`: of equal ones the newest. Without validation samples they are all equal."""
+        try:
+            metrics = json.loads((path / "trainer/progress.json").read_text())["metrics"]
+        except (OSError, ValueError, KeyError):
+            return -math.inf  # damaged: `restore` says so when it is needed
+        return metrics.get("acceptance_length", -math.inf if self.validated else math.inf)
 
     def best_value(self) -> float:
         """Acceptance length that the best checkpoint so far had on the validation samples."""
@@ -175,10 +194,10 @@ class Keeper:
     ) -> None:
         with atomic_folder(path) as temporary:
             weights = {name: self._host[f"weight/{name}"].to(dtype) for name in names}
-            write_tensors(temporary / "model.safetensors", {**weights, **self.maps}, ("format", "pt"))
+            write_tensors(temporary / "model.safetensors", {**weights, **self.maps}, ("format", "pt"), checksum=False)
             (temporary / "config.json").write_text(config)
             (temporary / "trainer").mkdir()
-            write_tensors(temporary / "trainer/state.safetensors", self._host)
+            write_tensors(temporary / "trainer/state.safetensors", self._host, checksum=False)
             states = {f"{rank}/{name}": t for rank, state in enumerate(generators) for name, t in state.items()}
             write_tensors(temporary / "trainer/random.safetensors", states)
             write_json(temporary / "trainer/progress.json", asdict(progress))

@@ -9,6 +9,7 @@ D words of this run's draft, E of the other's, V of the target
 """
 
 import json
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,10 @@ def begin_from(
     missing, torn, or not a draft of this form.
     """
     found = read(folder)
-    refused, differing = differences(found, draft, default_aux_layers)
+    try:
+        refused, differing = differences(found, draft, default_aux_layers)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise InputError(f"train: {folder / 'config.json'} is not an EAGLE-3 draft's configuration ({error})") from None
     if refused or (differing and unequal == "stop"):
         advice = "" if refused else '\ntrain: train.init_from_unequal = "warn" trains it all the same'
         raise ConfigError("\n".join(refused + differing) + advice)
@@ -95,13 +99,13 @@ def read(folder: Path) -> Found:
     config_file = _config_file(folder)
     try:
         config = json.loads(config_file.read_text())
-        nested = config.get("transformer_layer_config") or {}
-    except (ValueError, AttributeError) as error:
+        values = {**config, **(config.get("transformer_layer_config") or {})}
+    except (ValueError, AttributeError, TypeError) as error:
         raise InputError(f"train: {config_file} is not a configuration ({error})") from None
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         tensors.update((_our_name(name), tensor) for name, tensor in _tensors(file))
-    return Found(folder, {**config, **nested}, tensors)
+    return Found(folder, values, tensors)
 
 
 def _config_file(folder: Path) -> Path:
@@ -185,7 +189,8 @@ def _scaling(value: dict[str, Any] | None) -> dict[str, Any] | None:
     known = {key: each for key, each in value.items() if key not in ("type", "rope_type", "rope_theta")}
     if kind == "yarn":  # mscale and mscale_all_dim are left out of drafts: see pipeline.train.draft
         known = YARN | {key: each for key, each in known.items() if not key.startswith("mscale")}
-    return {"rope_type": kind, **{key: float(each) for key, each in sorted(known.items())}}
+    numbers = {key: each if isinstance(each, list | bool) else float(each) for key, each in sorted(known.items())}
+    return {"rope_type": kind, **numbers}
 
 
 def _own_scaling(config: LlamaConfig) -> dict[str, Any] | None:
@@ -229,6 +234,8 @@ def _fill_rows(rows_DH: Tensor, theirs_EH: Tensor, words_E: Tensor, kept_D: Tens
     pairs = [(number, place[word]) for number, word in enumerate(kept_D.tolist()) if word in place]
     if pairs:
         here, there = torch.tensor(pairs).unbind(1)
+        if not theirs_EH[there].isfinite().all():
+            raise InputError(f"train: init_from {folder} has lm_head.weight with numbers that are not finite")
         rows_DH[here.to(rows_DH.device)] = theirs_EH[there].to(rows_DH.device, rows_DH.dtype)
     return len(pairs)
 
@@ -252,7 +259,9 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 yield name, opened.get_tensor(name)
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+    except (
+        SafetensorError, OSError, RuntimeError, EOFError, ValueError, AttributeError, pickle.UnpicklingError
+    ) as error:  # fmt: skip
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"train: {file} cannot be read ({first}). Is it whole? Fetch it again") from None
 

@@ -75,7 +75,7 @@ def launch(count: int, task: Callable[[str], None], argument: str) -> None:
 
     Raises what the first one to fail raised where that is a user's fault or a full disk; a crash is printed with its
     traceback and ends this process with exit code 1. SIGINT and SIGTERM raise Stopped when all have ended by
-    themselves, or were killed: after a second signal at once, else after GRACE_S.
+    themselves without a fault, or were killed: after a second signal at once, else after GRACE_S.
     """
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with _Signals() as signals:
@@ -88,13 +88,13 @@ def launch(count: int, task: Callable[[str], None], argument: str) -> None:
             workers += (_Worker(rank, count, store.port, task, argument) for rank in range(count))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             _wait(workers, signals)
-            if signals.received:
-                _let_end(workers, signals)
+            ended = not signals.received or _let_end(workers, signals)
         finally:
             _stop(workers)
-    if signals.received and any(worker.process.exitcode for worker in workers):
+    faults = [worker.fault for worker in workers if worker.fault]
+    if signals.received and (not ended or (not faults and any(worker.process.exitcode for worker in workers))):
         raise Stopped(signals.received)
-    if faults := [worker.fault for worker in workers if worker.fault]:
+    if faults:
         first = min(faults, key=_Fault.precedence)
         if first.error:
             raise first.error
@@ -194,8 +194,8 @@ def _wait(workers: list[_Worker], signals: _Signals) -> None:
         running = [worker for worker in running if worker.process.exitcode is None]
 
 
-def _let_end(workers: list[_Worker], signals: _Signals) -> None:
-    """Tell all to end, and wait until they have, or a second signal comes, or the time is over."""
+def _let_end(workers: list[_Worker], signals: _Signals) -> bool:
+    """Tell all to end, and wait until they have, or a second signal comes, or the time is over. Whether they have."""
     say(NOTICE)
     for worker in workers:
         worker.stopped = True
@@ -203,8 +203,9 @@ def _let_end(workers: list[_Worker], signals: _Signals) -> None:
     deadline = time.monotonic() + GRACE_S
     while not signals.again and time.monotonic() < deadline:
         if not (running := [worker for worker in workers if worker.process.exitcode is None]):
-            return
+            return True
         connection.wait([worker.process.sentinel for worker in running], timeout=POLL_S)
+    return False
 
 
 def _stop(workers: list[_Worker]) -> None:

@@ -30,17 +30,18 @@ class RowsAhead:
     Of those that were not taken yet, at most `ahead` are read or being read; their memory is `ahead` times
     `row_bytes`, whatever the disk does. With 0 each is read when it is asked for. An error in a thread is raised
     where its row is taken, not before, so that it comes at the same step in every run. Within a `with` block; leaving
-    it waits for reads that are under way (of one row each), and for no others.
+    it waits for reads that are under way (of one row each), and for no others. `stream` is the one that copies to a
+    GPU: who makes several of these one after the other gives all the same, as memory is kept for each.
     """
 
-    def __init__(self, rows: Rows, order: Iterable[list[int]], ahead: int, device: torch.device):
+    def __init__(self, rows: Rows, order: Iterable[list[int]], ahead: int, device: torch.device, stream: Any = None):
         self.rows, self.order, self.ahead, self.device = rows, iter(order), ahead, device
         self.waited_s = 0.0
         """How long the taker has waited for rows: nothing to speak of where reading keeps up."""
         self._reading: deque[Future[Row]] = deque()
         self._moved: deque[tuple[Row, Any]] = deque()
         cuda = device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(device) if cuda else None
+        self._stream = stream or (torch.cuda.Stream(device) if cuda else None)
         self._rooms: SimpleQueue[tuple[Row, Any]] = SimpleQueue()
         if ahead and cuda:
             for _ in range(ahead):

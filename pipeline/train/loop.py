@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from pipeline.config import TrainSection
@@ -106,6 +107,7 @@ class Trainer:
         self.saved_s = time.monotonic()
         """When the last checkpoint was begun, or the run."""
         self.weights_K = section.ttt_decay ** torch.arange(section.ttt_steps, device=place.device)
+        self._copies = torch.cuda.Stream(place.device) if place.device.type == "cuda" else None
 
     def compile(self, backend: str = "inductor") -> float:
         """Compile what a step and a validation compute, now and for rows of any content. Returns the seconds it took.
@@ -144,6 +146,9 @@ class Trainer:
         steps = list(self._remaining(progress))
         unvalidated = self.validation_rows is not None and progress.step > 0 and not progress.metrics
         with stop.in_hand():
+            self._stop_if_told(stop)
+            if steps:
+                self._settle()
             if unvalidated and self._checkpoint_due(progress.step, progress.step_in_epoch == 0):
                 self._validate_and_save(progress, save, report, stop)  # a signal came where this was due
             progress.metrics, self.saved_s = {}, time.monotonic()
@@ -157,6 +162,17 @@ class Trainer:
                         self._validate_and_save(progress, save, report, stop)
         if progress.skipped and progress.skipped == progress.step:
             raise InputError(f"train: all {progress.step:,} steps were skipped: none had finite numbers. {ADVICE}")
+
+    def _settle(self) -> None:
+        """DistributedDataParallel orders its buckets anew after its first backward pass. More than two processes add up
+        each bucket in an order of its own: this is done before the first step, so that a resumed run's is like any."""
+        if not isinstance(self.parallel, DistributedDataParallel):
+            return
+        row = self.train_rows.load([]).to(self.place.device)
+        for _ in range(2):
+            total, _ = self.parallel(row, self._noise(row, 0, 0), False, self.weights_K)
+            total.backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _validate_and_save(
         self, progress: Progress, save: Callable[[Progress], None], report: ReportFunction, stop: StopSignals
@@ -234,7 +250,7 @@ class Trainer:
         """This process's rows of the steps, in their order."""
         place = self.place
         order = (row for epoch, step in steps for row in rows.of_step(epoch, step, place.rank, place.world))
-        return RowsAhead(rows, order, ahead, place.device)
+        return RowsAhead(rows, order, ahead, place.device, self._copies)
 
     def _remaining(self, progress: Progress) -> Iterator[tuple[int, int]]:
         for epoch in range(progress.epoch, self.section.epochs):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Reporter:
     def __init__(self, config: Run, folder: Path, total_steps: int, progress: Progress, *, enabled: bool):
         self.enabled, self.total_steps, self.progress = enabled, total_steps, progress
         target = config.train.progress_json if enabled else None
-        self.json, self.json_on_stderr = JsonLines(target) if target else None, target == "-"
+        self.json, self.json_on_stderr = _json_lines(target) if target else None, target == "-"
         self.log = _tracker(config, folder, progress.step) if enabled else _NoTracker()
         self.gpus = GpuMonitor() if enabled else None
         self._last: dict[str, float] = {}
@@ -67,7 +68,7 @@ class Reporter:
 
     def begin(self, train_samples: int, validation_samples: int, parameters: int) -> None:
         """Say what is to be done."""
-        self._say(
+        self.say(
             f"train  {train_samples:,} samples to train on, {validation_samples:,} for validation, "
             f"{parameters / 1e6:.1f} M weights, {self.total_steps:,} steps"
         )
@@ -77,7 +78,7 @@ class Reporter:
             return
         if kind == "validation":
             self.log.write(_under(kind, metrics), progress.step)
-            self._say(
+            self.say(
                 f"train  step {progress.step:,}: validation loss {metrics['loss']:.3f}, "
                 f"acceptance length {metrics['acceptance_length']:.2f} ({_positions(metrics)})"
             )
@@ -179,7 +180,8 @@ class Reporter:
     def _gpus(self) -> list[Any]:
         return self.gpus.read() if self.gpus else []
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """A line for a person, above the bar."""
         if not self.enabled or self.json_on_stderr:
             return
         if self._bar is not None:
@@ -204,6 +206,13 @@ def _positions(metrics: dict[str, float]) -> str:
     return " / ".join(f"{value:.2f}" for value in _each_position(metrics))
 
 
+def _json_lines(target: str) -> JsonLines:
+    try:
+        return JsonLines(target)
+    except OSError as error:
+        raise ConfigError(f"train: train.progress_json {target} cannot be written to ({error.strerror})") from None
+
+
 class _NoTracker:
     def write(self, values: dict[str, float], step: int) -> None:
         """Nothing is kept."""
@@ -217,13 +226,27 @@ class _TensorBoard(_NoTracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder), purge_step=done + 1)  # what came after the last checkpoint comes again
+        self.broken = False
 
     def write(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+        with self._telling_once():
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self.writer.close()
+        with self._telling_once():
+            self.writer.close()
+
+    @contextlib.contextmanager
+    def _telling_once(self) -> Iterator[None]:
+        """Curves that the disk does not take do not end a training: what a full disk does is train.on_full_disk's."""
+        if self.broken:
+            return
+        try:
+            yield
+        except OSError as error:
+            self.broken = True
+            print(f"train: no more curves are written ({error})", file=sys.stderr)
 
 
 class _Trackio(_NoTracker):

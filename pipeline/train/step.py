@@ -99,6 +99,12 @@ def _train(
         print(f"train  weights, gradients and moments are sharded over {place.world} processes", file=sys.stderr)
     train, validation = split_by_conversation(reader.conversation_ids, section.validation_share, config.seed)
     _refuse_nothing_to_learn(reader, train)
+    if validation and not reader.num_supervised_N[validation].any():
+        validation = []
+        if place.first:
+            print(
+                "train  no token of the validation samples is supervised: the last checkpoint is best", file=sys.stderr
+            )
     head, dtype = target.head(), frozen_dtype(target.dtype, section.autocast)
     kept_D = d2t_D + torch.arange(len(d2t_D))
     own = draft_config(target, section, reader.manifest.totals["aux_layers"], len(d2t_D))
@@ -127,8 +133,6 @@ def _train(
         config.seed,
         sharded=sharded,
     )
-    if place.device.type == "cuda":
-        _compile(trainer, place)
     seed_all(config.seed, place.rank)
     start = newest(folder)
     progress = restore(start, draft, trainer.optimizer, place.rank) if start else Progress()
@@ -149,14 +153,22 @@ def _train(
             for _ in trainer_tensors(draft, trainer.optimizer):
                 pass  # what is sharded is gathered by all
 
-    with Reporter(config, folder, trainer.total_steps, progress, enabled=place.first) as report, keeper:
+    if place.first:
+        keeper.tidy()
+    reporter = Reporter(config, folder, trainer.total_steps, progress, enabled=place.first)
+    with reporter as report, keeper:
         keeper.saved = report.saved
         report.begin(len(train), len(validation), size)
-        try:
-            trainer.run(progress, save, report, stop)
-        except Stopped:
-            keeper.wait()
-            raise
+        if place.device.type == "cuda" and progress.step < trainer.total_steps:
+            report.say("train  compiling for this GPU ...")
+            report.say(f"train  compiled in {clock(trainer.compile())}")
+        with stop.in_hand():  # until all is written, too
+            try:
+                trainer.run(progress, save, report, stop)
+                keeper.wait(last=True)
+            except Stopped:
+                keeper.wait()
+                raise
     return {
         "acceptance_length": keeper.best_value() if place.first and validation else None,
         "steps": progress.step,
@@ -168,14 +180,6 @@ def _train(
         "validation_samples": len(validation),
         "parameters": size,
     }
-
-
-def _compile(trainer: Trainer, place: Place) -> None:
-    if place.first:
-        print("train  compiling for this GPU ...", file=sys.stderr, flush=True)
-    took_s = trainer.compile()
-    if place.first:
-        print(f"train  compiled in {clock(took_s)}", file=sys.stderr, flush=True)
 
 
 def _replica_fits(config: Run, target: Target, place: Place) -> bool:

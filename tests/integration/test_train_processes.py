@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import TrainSection
-from pipeline.errors import ConfigError, InputError, MismatchError
+from pipeline.errors import ConfigError, InputError, MismatchError, Stopped
 from pipeline.train import launch as module
 from pipeline.train.launch import launch, num_processes
 
@@ -245,3 +246,106 @@ def test_a_process_group_of_others_outlives_the_step(monkeypatch):
     finally:
         if made_here and dist.is_initialized():
             dist.destroy_process_group()
+
+
+# ---- Going on to the bit
+
+
+def task_go_on(folder: str) -> None:
+    """Four steps in one go, and the last two again from where the first two ended; `RANK` says whether all is equal."""
+    import copy
+
+    import torch
+    import torch.distributed as dist
+
+    from pipeline.train.checkpoint import Progress
+    from pipeline.train.loop import Place
+    from tests.forecasting import make_trainer, small_run
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    own = Path(folder, f"run-{rank()}")
+    own.mkdir()
+    sizes = {
+        "num_layers": 2,
+        "intermediate_size": 8192,
+        "tokens_per_row": 128,
+        "validation_share": 0,
+    }  # several buckets
+    config, target = small_run(own, autocast=False, epochs=2, **sizes)
+    trainers = []
+    for _ in range(2):
+        torch.manual_seed(0)  # equal weights in all processes
+        trainers.append(make_trainer(config, target, Place(rank(), 3, torch.device("cpu"))))
+    saved = []
+
+    def keep(progress: Progress) -> None:
+        states = trainers[0].module.state_dict(), trainers[0].optimizer.state_dict()
+        saved.append(copy.deepcopy((copy.copy(progress), *states)))
+
+    for trainer in trainers:
+        trainer.train_rows = RandomRows(trainer.train_rows)
+    trainers[0].run(Progress(), keep, lambda *_: None)
+    progress, weights, moments = saved[0]
+    assert (progress.step, progress.epoch) == (2, 1)
+    trainers[1].module.load_state_dict(weights)
+    trainers[1].optimizer.load_state_dict(moments)
+    trainers[1].run(progress, lambda _: None, lambda *_: None)
+    one, two = (trainer.module.state_dict() for trainer in trainers)
+    differing = [name for name in one if not torch.equal(one[name], two[name])]
+    Path(folder, str(rank())).write_text(" ".join(differing))
+    dist.destroy_process_group()
+
+
+def task_full_disk_at_a_signal(folder: str) -> None:
+    """What a stop has to save does not fit."""
+    import errno
+
+    meet()
+    got = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: got.append(number))
+    Path(folder, str(rank())).touch()
+    while not got:
+        time.sleep(0.05)
+    if rank() == 0:
+        raise OSError(errno.ENOSPC, "no room for what was to be saved")
+    raise Stopped(signal.SIGTERM)
+
+
+def test_a_fault_after_a_signal_is_told(tmp_path):
+    def tell() -> None:
+        until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    with pytest.raises(OSError, match="no room for what was to be saved"):
+        launch(2, task_full_disk_at_a_signal, str(tmp_path))
+    thread.join()
+
+
+class RandomRows:
+    """Rows of FullRows with random states, others in each step and process."""
+
+    def __init__(self, rows):
+        self.rows, self.reader, self.lengths_N = rows, self, [rows.row_tokens] * 12
+
+    def steps_in(self, epoch: int) -> int:
+        return self.rows.steps_in(epoch)
+
+    def of_step(self, epoch: int, step: int, rank: int, world: int) -> list[list[int]]:
+        return [[(2 * epoch + step) * world + rank]]
+
+    def load(self, row: list[int], room=None):
+        import torch
+
+        made = self.rows.load(row, room)
+        for states in (made.aux_RLH, made.last_RH):
+            states.normal_(generator=torch.Generator().manual_seed(sum(row)))
+        return made
+
+
+def test_three_processes_go_on_to_the_same_bits(tmp_path):
+    """Sums of three depend on their order, which DistributedDataParallel changes after its first step."""
+    launch(3, task_go_on, str(tmp_path))
+    assert [(tmp_path / str(number)).read_text() for number in range(3)] == [""] * 3, "differing"

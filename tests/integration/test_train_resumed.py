@@ -300,7 +300,7 @@ def test_a_full_disk_keeps_the_checkpoints_that_are_there(new_run, undisturbed, 
     else:
         assert code == 0
         assert "no room for a checkpoint" in said
-        assert "Training goes on, step-00000002 is kept" in said
+        assert ": step-00000002 is kept" in said
     assert_equal(config, undisturbed)
 
 

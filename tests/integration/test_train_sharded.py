@@ -309,7 +309,7 @@ def test_a_skipped_step_leaves_the_parts_as_they_were(runs):
 
 
 def train_compiled(folder: str) -> None:
-    """What each process does: train replicas as they are, and sharded and compiled. `RANK.json`: numbers, and graphs."""
+    """What each process does: train replicas as they are, and sharded and compiled. `RANK.json`: numbers, graphs."""
     place = Place(int(os.environ["RANK"]), 2, torch.device("cpu"))
     torch.distributed.init_process_group("gloo")
     loss.CHUNK_ROWS = 300

@@ -64,6 +64,23 @@ def test_without_validation_the_newest_is_the_best(tmp_path: Path, draft, optimi
     assert (tmp_path / "best").resolve().name == "step-00000002"
 
 
+def test_what_a_killed_process_left_is_put_in_order(tmp_path: Path, draft, optimizer):
+    """It was killed after a checkpoint was there and before anything pointed to it, or in the middle of one."""
+    keeper = Keeper(tmp_path, {}, keep=9, validated=True)
+    for step, length in enumerate([1.2, 1.5, 1.5, 1.3], 1):
+        keeper(draft, optimizer, Progress(step=step, metrics={"acceptance_length": length}))
+    keeper(draft, optimizer, Progress(step=5))
+    keeper.wait()
+    for name in ("best", "last"):
+        (tmp_path / name).unlink()
+    (tmp_path / ".step-00000006.tmp" / "trainer").mkdir(parents=True)
+    (tmp_path / "step-00000001" / "trainer" / "progress.json").write_text("{")
+    keeper.tidy()
+    assert (tmp_path / "best").resolve().name == "step-00000003"
+    assert (tmp_path / "last").resolve().name == "step-00000005"
+    assert not list(tmp_path.glob(".step-*"))
+
+
 def test_vllm_finds_only_the_draft_in_a_checkpoint(tmp_path: Path, draft, optimizer):
     """vLLM loads every safetensors file of a folder; the trainer's state among them stops it."""
     with Keeper(tmp_path, {"d2t": torch.zeros(2, dtype=torch.long)}, 1) as keeper:

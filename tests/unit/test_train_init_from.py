@@ -217,3 +217,35 @@ def test_other_weights_are_another_run(tmp_path, target):
     assert fingerprint(one) == fingerprint(two)
     without(two, **{"norm.weight": torch.ones(128)})
     assert fingerprint(one) != fingerprint(two)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rms_norm_eps": None}, {"rope_theta": None}, {"eagle_aux_hidden_state_layer_ids": 3}, {"eagle_config": "x"},
+        {"rope_scaling": "x"}, {"transformer_layer_config": "x"}, {"num_attention_heads": 0, "head_dim": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_configuration_that_is_none_is_told_in_a_line(target, tmp_path, wrong):
+    folder = save(tmp_path / "draft", trained(target))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(InputError, match=r"config\.json is not an? "):
+        begin_from(new_draft(target), folder, WORDS, list(AUX_LAYERS), "stop")
+
+
+def test_output_rows_that_are_not_finite_are_told(target, tmp_path):
+    draft = trained(target)
+    with torch.no_grad():
+        draft.lm_head.weight[3] = float("nan")
+    with pytest.raises(InputError, match=r"lm_head\.weight with numbers that are not finite"):
+        begin_from(new_draft(target), save(tmp_path / "draft", draft), WORDS, list(AUX_LAYERS), "stop")
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"<html></html>", b""])
+def test_a_pickled_draft_that_is_none_is_told_in_a_line(target, tmp_path, content):
+    folder = save(tmp_path / "draft", trained(target), "eagle")
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(InputError, match="cannot be read"):
+        begin_from(new_draft(target), folder, WORDS, list(AUX_LAYERS), "stop")
