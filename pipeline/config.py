@@ -170,8 +170,15 @@ class TrainSection(Section):
     times the bytes of a token's states (470 MB for 8,192 tokens of Kimi-K2.5); a validation has two more. 0: none."""
     epochs: Count = 4
     """Passes over the training samples."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon on the matrices inside the draft, AdamW on norms and output rows, as in speculators 0.9.0. It keeps
+    4 bytes less of a weight there, and computes five Newton-Schulz iterations on each matrix at every step: about 180
+    TFLOP for a draft of Kimi-K2.5's sizes, as much again as a row of 8,192 tokens three steps ahead (computed, not
+    measured). Worth it with several rows a step."""
+    muon_weight_decay: float = Field(default=0.1, ge=0)
+    """Muon's weight decay (0.1 in speculators, too)."""
     learning_rate: float = Field(default=1e-4, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate, of AdamW and of Muon."""
     min_learning_rate_ratio: float = Field(default=0.05, ge=0, le=1)
     """Where the cosine ends, as a share of the peak."""
     warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
@@ -204,10 +211,10 @@ class TrainSection(Section):
     threads: Count | None = None
     """CPU threads of each process. Default: 1 with a GPU, else all cores, divided among this machine's processes."""
     sharding: Literal["auto", "none", "full"] = "auto"
-    """What each of several processes keeps of weights, gradients and AdamW's moments. `none`: all (DDP, the fastest).
-    `full`: its part (FSDP2); weights and gradients are whole during a step only. `auto`: full where the forecast says
-    that all of it does not fit a GPU, forecast.gpu_overhead_gib left free; none on a CPU. Losses are the same, and so
-    are checkpoints: a run may go on with another value."""
+    """What each of several processes keeps of weights, gradients and moments. `none`: all (DDP, the fastest). `full`:
+    its part (FSDP2); weights and gradients are whole during a step only. `auto`: full where the forecast says that all
+    of it does not fit a GPU, forecast.gpu_overhead_gib left free; none on a CPU. Losses are the same (with Muon, which
+    then multiplies in parts, to rounding), and so are checkpoints: a run may go on with another value."""
     keep_checkpoints: Count = 2
     """Checkpoints kept, beside the best."""
     autocast: bool = True

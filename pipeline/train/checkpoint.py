@@ -3,7 +3,7 @@
     step-00000232/
         config.json  model.safetensors               the draft, in the target's dtype, under vLLM's names
         trainer/progress.json                        step, place in the epoch, metrics
-        trainer/state.safetensors                    float32 weights and AdamW's moments
+        trainer/state.safetensors                    float32 weights and the optimiser's moments
         trainer/random.safetensors                   the processes' random number generators
     best -> step-00000232                            highest acceptance length on the validation samples
     last -> step-00000240                            the newest
@@ -33,11 +33,12 @@ from pipeline.errors import NO_ROOM, InputError
 from pipeline.store import atomic_folder, write_json
 from pipeline.store.tensors import write_tensors
 from pipeline.train.draft import Draft
+from pipeline.train.optimizer import ADAMW_KEEPS, MUON_KEEPS, keeps
 from pipeline.train.randomness import State, set_random_state
 from pipeline.train.sharding import full, part
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a weight, beside its `step`; nothing of one that it has not changed yet."""
+KEPT = (*ADAMW_KEEPS, *MUON_KEEPS)
+"""All that a checkpoint may hold of a weight beside itself."""
 
 
 @dataclass
@@ -210,7 +211,8 @@ class Keeper:
 
 
 def snapshot_bytes(parameters: int, trainable: int) -> int:
-    """Host memory of a Keeper while it writes: float32 weights, two moments of those that are trained, the draft."""
+    """Host memory of a Keeper while it writes: float32 weights, two moments of those that are trained (Muon
+    keeps one: less), the draft."""
     return 4 * parameters + 8 * trainable + 2 * parameters
 
 
@@ -231,11 +233,12 @@ def restore(path: Path, draft: Draft, optimizer: torch.optim.Optimizer, rank: in
         with torch.no_grad():
             for name, parameter in draft.named_parameters():
                 parameter.copy_(part(tensors[f"weight/{name}"], parameter))
-                if not parameter.requires_grad or (progress.skipped and f"step/{name}" not in tensors):
+                saved = {key: tensors[f"{key}/{name}"] for key in KEPT if f"{key}/{name}" in tensors}
+                if not parameter.requires_grad or (progress.skipped and not saved):
                     continue
                 optimizer.state[parameter] = {  # the fused AdamW wants its step counter beside the weights, too
-                    "step": tensors[f"step/{name}"].to(parameter.device),
-                    **{key: part(tensors[f"{key}/{name}"], parameter) for key in MOMENTS},
+                    key: saved[key].to(parameter.device) if key == "step" else part(saved[key], parameter)
+                    for key in keeps(optimizer, parameter)
                 }
         _restore_random(path / "trainer/random.safetensors", rank)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:

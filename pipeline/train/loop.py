@@ -20,6 +20,7 @@ from pipeline.train.data import Row, Rows, without_data
 from pipeline.train.draft import Draft
 from pipeline.train.loader import RowsAhead
 from pipeline.train.loss import StepSums, TargetHead, compile_now, compile_step, supervised_at, unroll
+from pipeline.train.optimizer import make_optimizer
 from pipeline.train.sharding import distributed, exchange, full, gathered_weights
 
 ADVICE = "Lower train.learning_rate, look at these samples, or set train.on_nonfinite to skip"
@@ -99,7 +100,7 @@ class Trainer:
         self.target = target
         self.module = Unrolled(draft, target, section, place)
         self.parallel = distributed(self.module, place.world, place.device, sharded=sharded)
-        self.optimizer = _optimizer(draft, section)
+        self.optimizer = make_optimizer(draft, section)
         self.total_steps = sum(train_rows.steps_in(epoch) for epoch in range(section.epochs))
         self.compiled_again = 0
         """Graphs made after `compile`: none is expected, each takes a minute of a step."""
@@ -377,15 +378,6 @@ def schedule(step: int, total_steps: int, section: TrainSection) -> float:
     done = (step - warmup) / max(1, total_steps - 1 - warmup)
     low = section.min_learning_rate_ratio
     return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def _optimizer(draft: Draft, section: TrainSection) -> torch.optim.AdamW:
-    trained = [p for p in draft.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": section.weight_decay},
-        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=section.learning_rate, betas=section.betas, fused=True)
 
 
 def _graphs_made() -> int:

@@ -1,6 +1,6 @@
 """Several processes on one draft: replicas (DistributedDataParallel), or each keeps a part of it (FSDP2).
 
-Sharded, a process holds its rows of each float32 weight and of AdamW's moments, and gets its rows of the gradients'
+Sharded, a process holds its rows of each float32 weight and of its moments, and gets its rows of the gradients'
 mean. A step gathers the weights once and computes on whole ones, so that its numbers and its compiled graph are those
 of a replica; it sends what all-reduced gradients do: each way is one gathering and one reduction of all weights.
 
@@ -8,6 +8,9 @@ The whole module is one group: its layers lie in one graph, which cannot stop fo
 during a step weights and gradients are whole once; what shrinks is all that is kept between steps (12 of a trained
 weight's 16 bytes), and the buckets are gone. Weights travel as float32: as bfloat16 (MixedPrecisionPolicy) it would be
 half of the traffic and of the whole weights, but norms, which compute in float32, would lose bits of theirs.
+
+AdamW goes by elements: its steps are a replica's to the bit. Muon multiplies whole matrices: PyTorch gathers what of
+them a product needs, in bfloat16, and the steps are a replica's to that one's rounding.
 """
 
 from collections.abc import Callable, Iterator

@@ -197,6 +197,9 @@ def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:
     from pipeline.store import read_manifest
 
     section = config.train.model_dump(mode="json", exclude=WITHOUT_EFFECT_ON_BYTES)
+    # one key, and none for AdamW: a run from before there was a choice may go on
+    kind, decay = section.pop("optimizer"), section.pop("muon_weight_decay")
+    muon = {"optimizer": f"{kind} of weight decay {decay}"} if kind == "muon" else {}
     vocab = read_manifest(config.folder("vocab"), "vocab")
     begun = {"init_from": fingerprint(config.train.init_from)} if config.train.init_from else {}
     return {
@@ -206,6 +209,7 @@ def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:
         "seed": config.seed,
         "dtype": config.target.dtype,
         **section,
+        **muon,
         **begun,
     }
 

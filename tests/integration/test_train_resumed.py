@@ -19,7 +19,9 @@ from pipeline import vocab
 from pipeline.__main__ import run_step
 from pipeline.config import Run, load
 from pipeline.store import read_manifest
+from pipeline.store.states import StatesReader
 from pipeline.train import checkpoint, data, loop
+from pipeline.train import step as train_step
 from pipeline.train.randomness import random_state, seed_all, set_random_state
 from tests.models import Reference
 from tests.runs import CHILD_S
@@ -157,6 +159,29 @@ def test_a_signal_saves_the_step_in_hand_and_the_run_goes_on_from_there(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert run_step("train", config) == 0
     assert_equal(config, undisturbed)
+
+
+def test_muon_goes_on_to_the_same_bits(new_run, monkeypatch, capfd):
+    """And only as Muon: its state is not AdamW's."""
+    alone, config = (new_run(name, optimizer="muon") for name in ("alone", "stopped"))
+    assert run_step("train", alone) == 0
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert run_step("train", config) == 143
+    assert (folder(config) / "last").resolve().name == "step-00000003"
+    other = config.model_copy(update={"train": config.train.model_copy(update={"optimizer": "adamw"})})
+    assert run_step("train", other) == 3
+    assert "was made with optimizer muon of weight decay 0.1" in "".join(capfd.readouterr())
+    assert run_step("train", config) == 0
+    assert_equal(config, alone)
+    kept = {name.partition("/")[0] for name in outcome(config)[1] if name.endswith("/fc.weight")}
+    assert kept == {"weight", "momentum_buffer"}
+
+
+def test_a_run_from_before_there_was_muon_goes_on(new_run):
+    config = new_run()
+    inputs = train_step._inputs(config, StatesReader(config.folder("hidden")))
+    assert not {"optimizer", "muon_weight_decay"} & inputs.keys()
 
 
 def test_a_signal_in_a_validation_leaves_that_to_the_run_that_goes_on(new_run, undisturbed, monkeypatch):
@@ -321,8 +346,6 @@ def spoil(monkeypatch: pytest.MonkeyPatch, config: Run, wanted: str, value: floa
 
 
 def a_sample_for(config: Run, training: bool) -> str:
-    from pipeline.store.states import StatesReader
-
     reader = StatesReader(config.folder("hidden"))
     sides = data.split_by_conversation(reader.conversation_ids, config.train.validation_share, config.seed)
     return reader.sample_ids[sides[0 if training else 1][0]]
