@@ -38,6 +38,9 @@ test: setup .venv-serve/.complete ## All tests that need no Docker, on the real 
 soak: setup ## kill -9 at a thousand random moments against extract: nothing may be lost in 3 minutes (ARGS="--engine stream --kills 200": vLLM)
 	$(RUN) -m tests.soak $(ARGS)
 
+bench-quality: setup .venv-serve/.complete ## After the demo: its draft beside that of speculators 0.9.0's trainer (ARGS="--reference PYTHON"), both in vLLM
+	$(RUN) -m benchmarks.quality $(ARGS)
+
 ##@ The image (docker/image.sh says more)
 build: ## Build it (VLLM=release: when the nightly is gone; VLLM=cpu: without GPU) and have the services run it
 	docker/image.sh build
@@ -128,4 +131,4 @@ $(UV): $(LOCKS)/uv.txt
 
 .NOTPARALLEL:
 .PHONY: help demo test soak build push pull test-docker preflight prepare extract vocab train evaluate forecast merge \
-  report serve board shell bench-extract bench-load bench-train bench-scaling setup check lock clean
+  report serve board shell bench-extract bench-load bench-train bench-scaling bench-quality setup check lock clean

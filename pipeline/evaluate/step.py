@@ -27,7 +27,7 @@ def run(config: Run) -> None:
     trained = read_manifest(checkpoints, "train")
     target = Target(config.target)
     engine_name = _engine_name(config)
-    question, rejected = _question(config, target)
+    question, rejected = question_of(config, target)
     with exclusive(folder, "evaluate"):
         inputs = _inputs(config, target, trained.run_key, engine_name)
         if done := claim(folder, "evaluate", inputs, resumes=False):
@@ -114,7 +114,7 @@ def table(summary: dict[str, Any]) -> str:
     return "\n".join(f"  {name:<18} {value}" for name, value in lines)
 
 
-def _question(config: Run, target: Target) -> tuple[Question, int]:
+def question_of(config: Run, target: Target) -> tuple[Question, int]:
     """The held-out prompts as ids, and how many could not be used."""
     section = config.evaluate
     if not section.prompts:

@@ -3,15 +3,16 @@
     PYTHON vllm_decode.py JOB.json RESULT.json
 
 Runs in a process of its own, so that GPU memory is free again afterwards, and under any Python whose vLLM
-can decode speculatively: it imports vLLM and the standard library only. See pipeline.evaluate.vllm_engine
-for what JOB.json holds. Ends with CANNOT_DRAFT, and RESULT.json says what is lacking, where this vLLM would find out
-after loading the target that it cannot hand its states to a draft.
+can decode speculatively: it imports vLLM, what vLLM needs and the standard library only. See
+pipeline.evaluate.vllm_engine for what JOB.json holds. Ends with CANNOT_DRAFT, and RESULT.json says what is lacking,
+where this vLLM would find out after loading the target that it cannot hand its states to a draft.
 """
 
 import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,12 @@ def lacks(job: dict[str, Any]) -> str | None:
 
 
 def decode(job: dict[str, Any]) -> dict[str, Any]:
-    """Answer the prompts of a job. Returns ids, seconds and vLLM's speculative-decoding counters."""
+    """Answer the prompts of a job. Returns ids, seconds and vLLM's speculative-decoding counters.
+
+    `counters` has an entry for each prompt where vLLM decodes one at a time, else a single one for all of them.
+    """
     import vllm
+    from tqdm import tqdm
     from vllm import LLM, SamplingParams
 
     llm = LLM(**job["engine"])
@@ -53,16 +58,19 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
     )
     prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     llm.generate(prompts[:1], sampling, use_tqdm=False)  # what is compiled and captured at first use is not timed
-    before = _counters(llm)
-    begun = time.perf_counter()
-    outputs = llm.generate(prompts, sampling)
-    seconds = time.perf_counter() - begun
-    after = _counters(llm)
+    size = 1 if job["engine"]["max_num_seqs"] == 1 else len(prompts)
+    groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    outputs, readings, begun = [], [_counters(llm)], time.perf_counter()
+    for group in tqdm(groups, unit="prompt", disable=len(groups) == 1):
+        outputs += llm.generate(group, sampling, use_tqdm=len(groups) == 1)
+        readings.append(_counters(llm))
     return {
         "vllm": vllm.__version__,
-        "seconds": seconds,
+        "seconds": time.perf_counter() - begun,
         "answers": [list(output.outputs[0].token_ids) for output in outputs],
-        "counters": {name: _minus(after[name], before[name]) for name in after},
+        "counters": [
+            {name: _minus(after[name], before[name]) for name in after} for before, after in pairwise(readings)
+        ],
     }
 
 

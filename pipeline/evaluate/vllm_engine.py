@@ -44,9 +44,7 @@ class VllmEngine:
             "num_speculative_tokens": question.num_speculative_tokens,
         }
         drafted = self._decode(question, {"speculative_config": spec})
-        counters = drafted["counters"]
-        per_position = [int(n) for n in counters["num_accepted_tokens_per_pos"]]
-        counts = Counts(int(counters["num_drafts"]), per_position, sum(map(len, drafted["answers"])))
+        counts = _counts(drafted["counters"], drafted["answers"], question.num_speculative_tokens)
         more: dict[str, Any] = {"vllm": drafted["vllm"], "tokens_per_second": _tokens_per_second(drafted)}
         if self.config.evaluate.baseline:
             plain = self._decode(question, {})
@@ -54,7 +52,7 @@ class VllmEngine:
             more["speedup"] = more["tokens_per_second"] / more["tokens_per_second_without_draft"]
             same = [a == b for a, b in zip(drafted["answers"], plain["answers"], strict=True)]
             more["answers_equal_without_draft"] = sum(same)
-        return Outcome([counts], drafted["answers"], more)
+        return Outcome(counts, drafted["answers"], more)
 
     def _decode(self, question: Question, more: dict[str, Any]) -> dict[str, Any]:
         section = self.config.target
@@ -102,6 +100,16 @@ class VllmEngine:
                     "evaluate.engine reference needs no vLLM"
                 )
             return json.loads(result_file.read_text())
+
+
+def _counts(counters: list[dict[str, Any]], answers: list[list[int]], steps: int) -> list[Counts]:
+    """Of each prompt, or of all together where vLLM decoded several at once."""
+    lengths = list(map(len, answers))
+    tokens = lengths if len(counters) == len(lengths) else [sum(lengths)]
+    return [
+        Counts(int(of["num_drafts"]), [int(n) for n in of["num_accepted_tokens_per_pos"] or [0] * steps], length)
+        for of, length in zip(counters, tokens, strict=True)
+    ]
 
 
 def _tokens_per_second(result: dict[str, Any]) -> float:

@@ -364,7 +364,7 @@ def test_held_out_prompts_are_asked_in_the_same_way(targets, tmp_path, monkeypat
     prompts.write_text(json.dumps({"messages": [SAY, WHY]}) + "\n")
     section = targets[thinking].section
     config = Run(name="r", target=section, prepare={"sources": ["x"]}, evaluate={"prompts": [str(prompts)]})
-    question, rejected = step._question(config, targets[thinking])
+    question, rejected = step.question_of(config, targets[thinking])
     assert (question.prompts, rejected) == ([ids_of([*USER_TURN, *begin])], 0)
     monkeypatch.setattr(Target, "fingerprint", "f")
     inputs = step._inputs(config, targets[thinking], "t", "reference")
