@@ -268,7 +268,10 @@ def test_slow_writers_stop_the_feeding_and_memory_does_not_grow(
         return opened(planned, *arguments)
 
     def slow(path, *arguments, **keywords):
-        time.sleep(0.1)
+        end = time.monotonic() + 20
+        while max(in_hand) < 4 and time.monotonic() < end:  # however slow the engine
+            time.sleep(0.02)
+        time.sleep(0.1)  # for a fifth
         shard = write(path, *arguments, **keywords)
         with lock:
             written.append(path.name)

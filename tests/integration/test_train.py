@@ -289,7 +289,7 @@ def test_a_full_disk_during_a_save_is_told_in_a_line_and_leaves_nothing(tmp_path
 
     _, config = prepared_run(tmp_path, llama_folder, answers, epochs=1)
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_tensors", full)
