@@ -13,7 +13,7 @@ Then one vLLM serves both, greedily, on the run's held-out prompts, one at a tim
 are 95 %, by bootstrap over prompts; that of a difference draws the same prompts for both. `validation` is each
 trainer's own figure for its validation samples: a draft that vLLM loads wrongly keeps less of it than ours does.
 
-Exit codes: 0 measured; 1 --require was not met; others as those of the steps.
+Exit codes: 0 measured; 1 --require was not met; 2 wrong usage; others as those of the steps.
 """
 
 import argparse
@@ -59,6 +59,9 @@ class Trained:
 def main(arguments: list[str] | None = None) -> int:
     """Measure. Returns the exit code."""
     options = _parser().parse_args(arguments)
+    if not options.reference.is_file():
+        print(f"bench: --reference {options.reference} is no Python: --help says how to make it", file=sys.stderr)
+        return 2
     try:
         config = load(options.config)
         evaluate = config.evaluate.model_copy(

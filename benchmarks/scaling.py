@@ -1,12 +1,12 @@
 """Benchmark of `train` itself: a run from disk at Kimi-K2.5's sizes, in one process and in several.
 
-    python -m benchmarks.scaling --folder runs/scaling --processes 1 2 --json scaling.jsonl
+    python -m benchmarks.scaling --folder runs --processes 1 2 --json scaling.jsonl
 
-Writes a target's frozen parts and hidden states, all random, to --folder, trains on them by `python -m pipeline train`
-with each number of processes, and removes them. Each process gets --rows rows a step whatever their number, so that
-with one GPU a process, tok/s a GPU over that of one process is how well it scales. tok/s is over all steps, without
-compiling and checkpoints; `waits` is the share of the time in which rows were waited for; `later` counts graphs that
-were compiled after the first step: none should be.
+Writes a target's frozen parts and hidden states, all random, to bench-scaling in --folder, trains on them by
+`python -m pipeline train` with each number of processes, and removes them. Each process gets --rows rows a step
+whatever their number, so that with one GPU a process, tok/s a GPU over that of one process is how well it scales. tok/s
+is over all steps, without compiling and checkpoints; `waits` is the share of the time in which rows were waited for;
+`later` counts graphs that were compiled after the first step: none should be.
 
 Exit codes: 0 measured; 1 a training failed; 2 wrong usage; 5 no room.
 """
@@ -65,8 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure. Returns the exit code."""
     options = _parser().parse_args(arguments)
     setting = TINY if options.tiny else Setting(tokens=options.row_tokens)
-    folder: Path = options.folder.resolve() / "scaling"
+    folder: Path = options.folder.resolve() / "bench-scaling"
     runs: list[Scaled] = []
+    try:
+        folder.mkdir(parents=True)  # it is removed at the end: nobody else's
+    except OSError as error:
+        print(f"bench: --folder: {error}. It must be a place where that can be made", file=sys.stderr)
+        return 2
     try:
         _write(folder, setting, options)
         for processes in options.processes:

@@ -167,7 +167,8 @@ class TrainSection(Section):
     """Rows in one optimiser step, over all processes and accumulation together."""
     prefetch_rows: int = Field(default=4, ge=0)
     """Rows that each process has read, or is reading, ahead of the step. In host memory a row takes tokens_per_row
-    times the bytes of a token's states (470 MB for 8,192 tokens of Kimi-K2.5); a validation has two more. 0: none."""
+    times the bytes of a token's states (470 MB for 8,192 tokens of Kimi-K2.5; 670 MB with a GPU, as PyTorch rounds
+    pinned memory up to a power of two); a validation has two more. 0: none."""
     epochs: Count = 4
     """Passes over the training samples."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -198,7 +199,8 @@ class TrainSection(Section):
     checkpoint_steps: Count | None = None
     """Save and validate every so many steps. Default: at the end of each epoch."""
     checkpoint_minutes: float | None = Field(default=None, gt=0)
-    """Save and validate when so many minutes have passed since the last time, as well."""
+    """Save and validate when so many minutes have passed since the last time, as well. Which checkpoint is the best may
+    then depend on the clock; the weights of each do not."""
     on_full_disk: Literal["stop", "continue"] = "stop"
     """When there is no room for a checkpoint: `stop` ends training with exit code 5, `continue` says so and goes on to
     the next one. Those that are there are kept either way."""

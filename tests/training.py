@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
-from pipeline.config import Run
+from pipeline import vocab
+from pipeline.config import Run, load
 from pipeline.store import claim, finish
 from pipeline.store.samples import Sample, write_samples
 from pipeline.store.states import write_states
@@ -14,6 +16,8 @@ from pipeline.target import Target
 from tests.models import Reference
 
 AUX_LAYERS = (2, 4, 6)
+Answers = tuple[Reference, list[list[int]], list[list[int]]]
+"""The target, prompts, and its answers."""
 
 
 def write_config(path: Path, target_folder: Path, **sections: dict[str, Any]) -> Path:
@@ -88,3 +92,33 @@ def make_hidden(config: Run, reference: Reference, prompts: list[list[int]], ans
     )
     totals = {"aux_layers": list(AUX_LAYERS), "hidden_size": aux.shape[-1], "dtype": "float32"}
     finish(folder, "extract", inputs, [shard], totals)
+
+
+def prepared_run(folder: Path, target_folder: Path, answers: Answers, train: dict[str, Any]) -> tuple[Path, Run]:
+    """A run up to vocab/: the path of its configuration, and what that says."""
+    path = write_config(folder / "run.toml", target_folder, train=train, target={"max_length": 128})
+    config = load(path)
+    make_hidden(config, *answers)
+    vocab.run(config)
+    return path, config
+
+
+def make_answers(target_folder: Path, prompts: int, length: int) -> Answers:
+    """The target, prompts of 4 to 12 random ids, and what it says to each."""
+    reference = Reference(target_folder)
+    ids = [np.random.default_rng(i).integers(0, 256, 4 + i % 9).tolist() for i in range(prompts)]
+    return reference, ids, greedy_answers(reference, ids, length)
+
+
+def curve(config: Run, name: str) -> list[float]:
+    """A curve of a run that was not interrupted."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(config.folder("checkpoints") / "logs"))
+    events.Reload()
+    return [event.value for event in events.Scalars(f"train/{name}")]
+
+
+def best_weights(config: Run) -> dict[str, torch.Tensor]:
+    """The draft's, as vLLM loads them."""
+    return load_file(config.folder("checkpoints") / "best" / "model.safetensors")

@@ -21,14 +21,14 @@ from pipeline.progress import clock
 from pipeline.store.dtypes import Stored, stored_dtype
 from pipeline.target import Target
 from pipeline.train.checkpoint import snapshot_bytes
-from pipeline.train.data import row_bytes
+from pipeline.train.data import pinned_row_bytes
 from pipeline.train.loop import VALIDATION_AHEAD
 from pipeline.train.sharding import is_sharded
 
 Rows = list[tuple[str, str]]
 PUBLISHED_RATES_OF = "kimi_k25"
 """The model type that [forecast]'s default rates are of."""
-EXTRACT_SHARE = {"stream": "engine stream reached 96 %", "speculators": "speculators 0.3.0 as released reached 15 %"}
+EXTRACT_REACHED = {"stream": "engine stream reached 96 %", "speculators": "speculators 0.3.0 as released reached 15 %"}
 """Of the prefill rate, a Llama of 8 B parameters on one H200, vLLM 0.16.0, 2026-11-30: 40,900 of 42,400 tok/s; with
 its API breaks mended 6,500 of 43,200. Our patched one has not been measured there."""
 
@@ -184,7 +184,8 @@ def _extract_hours(facts: Forecast) -> Rows:
         rows.append(
             ("", "published rates of Kimi-K2.5 on eight RTX PRO 6000; forecast.prefill_tokens_per_s sets yours")
         )
-    rows.append(("", f"prefill alone; {EXTRACT_SHARE[facts.config.extract.engine]} of it on one H200 (a Llama of 8 B)"))
+    reached = EXTRACT_REACHED[facts.config.extract.engine]
+    rows.append(("", f"prefill alone; {reached} of it on one H200 (a Llama of 8 B)"))
     return rows
 
 
@@ -227,7 +228,8 @@ def _all_reduce_rows(facts: Forecast, tokens_per_s: float | None) -> Rows:
     memory = facts.training
     cost = all_reduce(memory.trainable, memory.output_rows, facts.processes, bandwidth)
     sent = f"{_gb(cost.gradient_bytes)} a step, {_gb(cost.link_bytes)} through each of {facts.processes} GPUs' links"
-    whole = f"{_duration(cost.seconds * facts.steps)} in all; computing can hide {cost.hidden_s:.2f} s of it at most"
+    in_all = _duration(cost.seconds * facts.steps)
+    whole = f"{in_all} in all; computing can hide {cost.hidden_s:.2f} s of a step's at most"
     if tokens_per_s is not None:
         step_s = train.rows_per_step * train.tokens_per_row / tokens_per_s
         rows = -(-train.rows_per_step // facts.processes)
@@ -284,7 +286,7 @@ def _host_rows(facts: Forecast) -> Rows:
 
 def _training_host_rows(facts: Forecast) -> Rows:
     train, target, memory = facts.config.train, facts.target, facts.training
-    row = row_bytes(train.tokens_per_row, AUX_LAYERS, target.hidden_size, target.dtype.itemsize)
+    row = pinned_row_bytes(train.tokens_per_row, AUX_LAYERS, target.hidden_size, target.dtype.itemsize)
     ahead = train.prefetch_rows + min(train.prefetch_rows, VALIDATION_AHEAD)
     rows = facts.processes * max(1, ahead) * row
     saved = snapshot_bytes(memory.parameters, memory.trainable)

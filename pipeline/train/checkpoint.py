@@ -137,15 +137,18 @@ class Keeper:
         """After a process that was killed: point `last` and `best` as it would have; what it left half made goes."""
         for left in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(left)
+        self._point_to_both()
+
+    def _point_to_both(self) -> None:
+        """`last` is the newest; `best` the one with the highest value, of equal ones the newest."""
         there = sorted(self.folder.glob("step-*"))
         if there:
             self._point("last", there[-1])
-        valued = [(self._value(path), path) for path in there]
-        if (best := max(valued, default=(-math.inf, self.folder)))[0] > -math.inf:
+        if (best := max(((self._value(path), path) for path in there), default=None)) and best[0] > -math.inf:
             self._point("best", best[1])
 
     def _value(self, path: Path) -> float:
-        """What chooses `best`: of equal ones the newest. Without validation samples they are all equal."""
+        """What chooses `best`. Without validation samples all are equal; with some, one not validated has no chance."""
         try:
             metrics = json.loads((path / "trainer/progress.json").read_text())["metrics"]
         except (OSError, ValueError, KeyError):
@@ -154,10 +157,7 @@ class Keeper:
 
     def best_value(self) -> float:
         """Acceptance length that the best checkpoint so far had on the validation samples."""
-        best = self.folder / "best" / "trainer/progress.json"
-        return (
-            json.loads(best.read_text())["metrics"].get("acceptance_length", -math.inf) if best.is_file() else -math.inf
-        )
+        return self._value(self.folder / "best")
 
     def _snapshot(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies in memory that is used again: the same tensors come each time, and fresh memory costs as much."""
@@ -169,16 +169,12 @@ class Keeper:
     def _write(
         self, names: list[str], dtype: torch.dtype, config: str, progress: Progress, generators: Sequence[State]
     ) -> None:
-        best = self.best_value()
         path = self.folder / f"step-{progress.step:08d}"
         if path.exists():  # a run has gone on from it, and nothing but its validation is new
             write_json(path / "trainer/progress.json", asdict(progress))
         else:
             self._write_folder(path, names, dtype, config, progress, generators)
-        self._point("last", path)
-        length = progress.metrics.get("acceptance_length", -math.inf if self.validated else math.inf)
-        if length >= best and length > -math.inf:
-            self._point("best", path)
+        self._point_to_both()
         for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
             if old.resolve() != (self.folder / "best").resolve():
                 shutil.rmtree(old)

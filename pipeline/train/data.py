@@ -146,7 +146,18 @@ def without_data(room: Row, documents: list[tuple[int, int]]) -> Row:
 
 def row_bytes(tokens: int, layers: int, hidden: int, item_bytes: int) -> int:
     """What a row takes: states of `item_bytes` a number, and 25 bytes a token for ids, positions, documents, mask."""
-    return tokens * ((layers + 1) * hidden * item_bytes + 3 * 8 + 1)
+    return sum(_parts_bytes(tokens, layers, hidden, item_bytes))
+
+
+def pinned_row_bytes(tokens: int, layers: int, hidden: int, item_bytes: int) -> int:
+    """What it takes in pinned memory: PyTorch rounds each tensor's up to a power of two (CachingHostAllocator.h)."""
+    return sum(1 << (size - 1).bit_length() for size in _parts_bytes(tokens, layers, hidden, item_bytes))
+
+
+def _parts_bytes(tokens: int, layers: int, hidden: int, item_bytes: int) -> list[int]:
+    """Of a row's tensors, in their order."""
+    state = tokens * hidden * item_bytes
+    return [8 * tokens, 8 * tokens, 8 * tokens, tokens, layers * state, state]
 
 
 def lay_out(reader: StatesReader, samples: list[int], room: Row) -> Row:

@@ -33,7 +33,7 @@ from pipeline.vocab import load_map
 
 FORMAT = 3
 """Raised when equal inputs no longer give equal bytes."""
-WITHOUT_EFFECT_ON_BYTES = {
+MAY_CHANGE = {
     "tracker", "progress_json", "processes", "sharding", "threads", "prefetch_rows", "keep_checkpoints",
     "checkpoint_minutes", "on_full_disk", "on_nonfinite", "init_from", "init_from_unequal",
 }  # fmt: skip
@@ -196,7 +196,7 @@ def _replica_fits(config: Run, target: Target, place: Place) -> bool:
 def _inputs(config: Run, reader: StatesReader) -> dict[str, Any]:
     from pipeline.store import read_manifest
 
-    section = config.train.model_dump(mode="json", exclude=WITHOUT_EFFECT_ON_BYTES)
+    section = config.train.model_dump(mode="json", exclude=MAY_CHANGE)
     # one key, and none for AdamW: a run from before there was a choice may go on
     kind, decay = section.pop("optimizer"), section.pop("muon_weight_decay")
     muon = {"optimizer": f"{kind} of weight decay {decay}"} if kind == "muon" else {}

@@ -10,32 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from pipeline import vocab
-from pipeline.config import Run, load
+from pipeline.config import Run
 from pipeline.store import Shard, claim, read_manifest
 from pipeline.train.data import split_by_conversation
-from tests.models import Reference
-from tests.training import greedy_answers, make_hidden, write_config
+from tests.training import Answers, best_weights, curve, make_answers, prepared_run
 
 PROMPTS, LENGTH = 16, 40
 TRAIN = {"epochs": 4, "learning_rate": 1e-3, "rows_per_step": 2, "tokens_per_row": 128, "validation_share": 0.2}
 
 
 @pytest.fixture(scope="module")
-def answers(llama_folder: Path) -> tuple[Reference, list[list[int]], list[list[int]]]:
-    reference = Reference(llama_folder)
-    prompts = [np.random.default_rng(i).integers(0, 256, 4 + i % 9).tolist() for i in range(PROMPTS)]
-    return reference, prompts, greedy_answers(reference, prompts, LENGTH)
-
-
-def prepared_run(folder: Path, llama_folder: Path, answers, **train) -> tuple[Path, Run]:
-    path = write_config(folder / "run.toml", llama_folder, train={**TRAIN, **train}, target={"max_length": 128})
-    config = load(path)
-    make_hidden(config, *answers)
-    vocab.run(config)
-    return path, config
+def answers(llama_folder: Path) -> Answers:
+    return make_answers(llama_folder, PROMPTS, LENGTH)
 
 
 ONE, TWO = ("--train.processes", "1"), ("--train.processes", "2")
@@ -52,24 +39,12 @@ def train(path: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subprocess
     )
 
 
-def curve(config: Run, name: str) -> list[float]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(config.folder("checkpoints") / "logs"))
-    events.Reload()
-    return [event.value for event in events.Scalars(f"train/{name}")]
-
-
-def best_weights(config: Run) -> dict[str, torch.Tensor]:
-    return load_file(config.folder("checkpoints") / "best" / "model.safetensors")
-
-
 def test_two_processes_give_the_loss_curve_of_one(tmp_path, llama_folder, answers):
     runs = []
     for name, flags in (("one", ONE), ("two", TWO)):
         folder = tmp_path / name
         folder.mkdir()
-        path, config = prepared_run(folder, llama_folder, answers, tracker="tensorboard")
+        path, config = prepared_run(folder, llama_folder, answers, {**TRAIN, "tracker": "tensorboard"})
         done = train(path, *flags)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stderr.count("samples to train on") == 1
@@ -93,7 +68,7 @@ def test_torchrun_starts_it_too_also_with_fewer_rows_than_processes(tmp_path, ll
     configs = []
     for name, launcher in (("one", ()), ("torchrun", TORCHRUN)):  # under torchrun, train.processes has no effect
         (tmp_path / name).mkdir()
-        path, config = prepared_run(tmp_path / name, llama_folder, answers, epochs=1, rows_per_step=1)
+        path, config = prepared_run(tmp_path / name, llama_folder, answers, {**TRAIN, "epochs": 1, "rows_per_step": 1})
         done = train(path, *ONE, launcher=launcher)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stderr.count("samples to train on") == 1
@@ -108,7 +83,7 @@ def test_torchrun_starts_it_too_also_with_fewer_rows_than_processes(tmp_path, ll
 
 @pytest.fixture(scope="module")
 def two_undisturbed(tmp_path_factory, llama_folder, answers) -> Run:
-    path, config = prepared_run(tmp_path_factory.mktemp("two"), llama_folder, answers, **STOPPED)
+    path, config = prepared_run(tmp_path_factory.mktemp("two"), llama_folder, answers, {**TRAIN, **STOPPED})
     assert train(path, *TWO).returncode == 0
     return config
 
@@ -122,7 +97,7 @@ STOPPED = {"checkpoint_steps": 2, "tracker": "tensorboard", "noise": 0.05}
 def test_two_processes_stopped_at_any_step_go_on_to_the_same_end(
     tmp_path, llama_folder, answers, two_undisturbed, number, code
 ):
-    path, config = prepared_run(tmp_path, llama_folder, answers, **STOPPED)
+    path, config = prepared_run(tmp_path, llama_folder, answers, {**TRAIN, **STOPPED})
     takes_ctrl_c = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     start = f"import sys; {takes_ctrl_c}; from pipeline.__main__ import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen([sys.executable, "-c", start, *command(path, *TWO)[3:]], stderr=-1, text=True)
@@ -153,7 +128,7 @@ def test_two_processes_tell_a_fault_once_and_end_with_its_code(tmp_path, llama_f
     from pipeline.store.states import StatesReader
     from pipeline.train.step import _inputs
 
-    path, config = prepared_run(tmp_path, llama_folder, answers)
+    path, config = prepared_run(tmp_path, llama_folder, answers, TRAIN)
     if code == 3:
         claim(config.folder("checkpoints"), "train", _inputs(config, StatesReader(config.folder("hidden"))))
     done = train(path, *TWO, *flags)
@@ -166,7 +141,9 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, llama_folder, answer
     configs = []
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()
-        path, config = prepared_run(tmp_path / name, llama_folder, answers, checkpoint_steps=5, noise=0.05)
+        path, config = prepared_run(
+            tmp_path / name, llama_folder, answers, {**TRAIN, "checkpoint_steps": 5, "noise": 0.05}
+        )
         configs.append(config)
         if name == "killed":
             kill_after(path, config.folder("checkpoints") / "step-00000005")
@@ -201,7 +178,7 @@ def test_the_saved_config_carries_the_ids_that_were_captured(tmp_path, llama_fol
     """0.3.0 saved none, and vLLM's default served other layers than training saw."""
     import json
 
-    path, config = prepared_run(tmp_path, llama_folder, answers, epochs=1)
+    path, config = prepared_run(tmp_path, llama_folder, answers, {**TRAIN, "epochs": 1})
     assert train(path).returncode == 0
     saved = json.loads((config.folder("checkpoints") / "best" / "config.json").read_text())
     captured = read_manifest(config.folder("hidden"), "extract").totals["aux_layers"]
@@ -229,11 +206,11 @@ def test_bad_input_is_one_line(untrained_run, flags, code, message):
 
 @pytest.fixture(scope="module")
 def untrained_run(tmp_path_factory, llama_folder, answers) -> Path:
-    return prepared_run(tmp_path_factory.mktemp("untrained"), llama_folder, answers)[0]
+    return prepared_run(tmp_path_factory.mktemp("untrained"), llama_folder, answers, TRAIN)[0]
 
 
 def test_checkpoints_of_other_settings_are_refused(tmp_path, llama_folder, answers):
-    path, _ = prepared_run(tmp_path, llama_folder, answers, epochs=1)
+    path, _ = prepared_run(tmp_path, llama_folder, answers, {**TRAIN, "epochs": 1})
     assert train(path).returncode == 0
     done = train(path, "--train.epochs", "2")
     assert done.returncode == 3
@@ -243,7 +220,7 @@ def test_checkpoints_of_other_settings_are_refused(tmp_path, llama_folder, answe
 def test_a_second_process_is_refused_while_one_trains(tmp_path, llama_folder, answers):
     from pipeline.store import exclusive
 
-    path, config = prepared_run(tmp_path, llama_folder, answers)
+    path, config = prepared_run(tmp_path, llama_folder, answers, TRAIN)
     with exclusive(config.folder("checkpoints"), "train"):
         done = train(path)
     assert done.returncode == 6
@@ -255,7 +232,9 @@ def test_two_processes_skip_the_same_step(tmp_path, llama_folder, answers):
     from pipeline.store import finish
     from pipeline.store.states import StatesReader
 
-    path, config = prepared_run(tmp_path, llama_folder, answers, epochs=1, on_nonfinite="skip", tracker="tensorboard")
+    path, config = prepared_run(
+        tmp_path, llama_folder, answers, {**TRAIN, "epochs": 1, "on_nonfinite": "skip", "tracker": "tensorboard"}
+    )
     folder = config.folder("hidden")
     reader = StatesReader(folder)
     sample = split_by_conversation(reader.conversation_ids, config.train.validation_share, config.seed)[0][3]
@@ -287,7 +266,7 @@ def test_a_full_disk_during_a_save_is_told_in_a_line_and_leaves_nothing(tmp_path
     from pipeline.__main__ import run_step
     from pipeline.train import checkpoint
 
-    _, config = prepared_run(tmp_path, llama_folder, answers, epochs=1)
+    _, config = prepared_run(tmp_path, llama_folder, answers, {**TRAIN, "epochs": 1})
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -13,16 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from pipeline import vocab
 from pipeline.config import Run, load
 from pipeline.errors import InputError
 from pipeline.store import read_manifest
 from pipeline.train.launch import launch
 from tests.machines import CARD, NAMES, Machine, children, kill_all, two_machines
-from tests.models import Reference
-from tests.training import greedy_answers, make_hidden, write_config
+from tests.training import Answers, best_weights, curve, make_answers, prepared_run
 
 PROMPTS, LENGTH, PORT = 16, 40, 29500
 TRAIN = {
@@ -45,10 +42,8 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def answers(llama_folder: Path) -> tuple[Reference, list[list[int]], list[list[int]]]:
-    reference = Reference(llama_folder)
-    prompts = [np.random.default_rng(i).integers(0, 256, 4 + i % 9).tolist() for i in range(PROMPTS)]
-    return reference, prompts, greedy_answers(reference, prompts, LENGTH)
+def answers(llama_folder: Path) -> Answers:
+    return make_answers(llama_folder, PROMPTS, LENGTH)
 
 
 @pytest.fixture
@@ -61,19 +56,11 @@ def machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, llama_folder, answers) -> tuple[Run, list[Ended], list[int]]:
     """A whole run on two machines: its configuration, what they said, bytes that each received over the wire."""
     folder = tmp_path_factory.mktemp("both")
-    path, config = prepared_run(folder, llama_folder, answers)
+    path, config = prepared_run(folder, llama_folder, answers, TRAIN)
     with two_machines(folder) as both:
         ended = finish(start(both, path), START_S)
         received = [received_bytes(machine) for machine in both]
     return config, ended, received
-
-
-def prepared_run(folder: Path, llama_folder: Path, answers) -> tuple[Path, Run]:
-    path = write_config(folder / "run.toml", llama_folder, train=TRAIN, target={"max_length": 128})
-    config = load(path)
-    make_hidden(config, *answers)
-    vocab.run(config)
-    return path, config
 
 
 def start(machines: tuple[Machine, Machine], path: Path, *flags: str) -> list[subprocess.Popen[str]]:
@@ -106,18 +93,6 @@ def received_bytes(machine: Machine) -> int:
 
     (card,) = json.loads(machine.run("ip", "-json", "-statistics", "link", "show", CARD))
     return card["stats64"]["rx"]["bytes"]
-
-
-def curve(config: Run, name: str) -> list[float]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(config.folder("checkpoints") / "logs"))
-    events.Reload()
-    return [event.value for event in events.Scalars(f"train/{name}")]
-
-
-def best_weights(config: Run) -> dict[str, torch.Tensor]:
-    return load_file(config.folder("checkpoints") / "best" / "model.safetensors")
 
 
 def test_the_machines_have_a_wire_and_nothing_else(machines):
@@ -160,7 +135,7 @@ def test_two_machines_train_as_one_process_does(tmp_path, llama_folder, answers,
     gradients = totals["steps"] * 4 * totals["parameters"]
     assert all(gradients < size < 1.5 * gradients for size in received), "gradients went another way"
 
-    path, alone = prepared_run(tmp_path, llama_folder, answers)
+    path, alone = prepared_run(tmp_path, llama_folder, answers, TRAIN)
     subprocess.run([sys.executable, "-m", "pipeline", "train", "--config", str(path)], check=True, capture_output=True)
     assert len(curve(alone, "loss")) == totals["steps"]
     assert curve(alone, "loss")[-1] < 0.95 * curve(alone, "loss")[0]
@@ -181,7 +156,7 @@ def test_two_machines_train_as_one_process_does(tmp_path, llama_folder, answers,
 def test_when_one_machine_ends_the_other_does_and_a_new_start_goes_on(
     tmp_path, llama_folder, answers, undisturbed, machines, which, number, goes_on
 ):
-    path, config = prepared_run(tmp_path, llama_folder, answers)
+    path, config = prepared_run(tmp_path, llama_folder, answers, TRAIN)
     processes = start(machines, path, *([] if goes_on else ["--train.epochs", "40"]))  # not done before it is told
     wait_for(config.folder("checkpoints") / CHECKPOINT, processes)
     (torchrun,) = children(processes[which].pid)
@@ -228,7 +203,7 @@ def task_late_manifest(path: str) -> None:
 
 def test_none_ends_before_the_first_one_has_finished_the_folder(tmp_path, llama_folder, answers):
     """Five minutes after its own processes have ended torchrun does, and takes the place where all met with it."""
-    path, _ = prepared_run(tmp_path, llama_folder, answers)
+    path, _ = prepared_run(tmp_path, llama_folder, answers, TRAIN)
     launch(2, task_late_manifest, str(path))
 
 
@@ -243,7 +218,7 @@ def wait_for(path: Path, processes: list[subprocess.Popen[str]]) -> None:
 @pytest.mark.parametrize("step_folder", ["hidden", "checkpoints"])
 def test_a_folder_that_one_machine_does_not_see_is_told(tmp_path, llama_folder, answers, machines, step_folder):
     """A training that went on from a checkpoint on one machine and from the start on the other is worth nothing."""
-    path, config = prepared_run(tmp_path, llama_folder, answers)
+    path, config = prepared_run(tmp_path, llama_folder, answers, TRAIN)
     folder = config.folder(step_folder)
     if step_folder == "checkpoints":
         (folder / CHECKPOINT).mkdir(parents=True)

@@ -329,6 +329,18 @@ def test_a_full_disk_keeps_the_checkpoints_that_are_there(new_run, undisturbed, 
     assert_equal(config, undisturbed)
 
 
+def test_a_stop_that_cannot_be_saved_is_told(new_run, monkeypatch, capfd):
+    import errno
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    at_step(monkeypatch, 0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run_step("train", new_run()) == 5
+    assert "no room left on the disk" in capfd.readouterr().err
+
+
 # ---- Numbers that are not finite
 
 

@@ -125,3 +125,8 @@ def test_a_reference_is_needed(capsys):
         quality.main([])
     assert stopped.value.code == 2
     assert "--reference" in capsys.readouterr().err
+
+
+def test_a_reference_that_is_not_there_is_told_in_a_line(tmp_path, capsys):
+    assert quality.main(["--reference", str(tmp_path / "python")]) == 2
+    assert "is no Python" in capsys.readouterr().err

@@ -20,3 +20,11 @@ def test_without_room_it_ends_with_5(tmp_path, capfd):
     assert scaling.main(["--folder", str(tmp_path), "--tiny", "--tokens", str(10**15)]) == 5
     assert "GB free" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_already_is_left_alone(tmp_path, capfd):
+    (tmp_path / "bench-scaling").mkdir()
+    (tmp_path / "bench-scaling" / "mine").touch()
+    assert scaling.main(["--folder", str(tmp_path), "--tiny"]) == 2
+    assert "bench: --folder:" in capfd.readouterr().err
+    assert (tmp_path / "bench-scaling" / "mine").exists()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import train
 from benchmarks.training import TINY, Setting, make_row, operations
 from pipeline.train.loss import supervised_at
 
@@ -47,3 +48,13 @@ def test_it_runs_on_a_machine_without_a_gpu(tmp_path):
     assert (tmp_path / "figures.jsonl").read_text().count("\n") == 1
     done = subprocess.run([*command, "--reference", str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("holds no folder speculators")) == (2, 1)
+
+
+def test_what_was_not_measured_is_not_met(monkeypatch):
+    """Without the other side, or at other sizes than those that are asked for."""
+    monkeypatch.setattr(train, "_alternating", lambda *_: {"aerie": []})
+    assert train.main(["--tiny", "--require"]) == 1
+    monkeypatch.setattr(train, "_is_met", lambda _: True)
+    monkeypatch.setattr(train, "_alternating", lambda *_: {})
+    assert train.main(["--tiny", "--require"]) == 1
+    assert train.main(["--require", "--tokens", "8192", "--steps", "3"]) == 0

@@ -1,5 +1,6 @@
 """Which checkpoint is the best, which are kept, and the learning rate over time."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 
 from pipeline.config import TrainSection
 from pipeline.errors import InputError
+from pipeline.train import checkpoint
 from pipeline.train.checkpoint import Keeper, Progress, newest, restore
 from pipeline.train.loop import schedule
+from pipeline.train.randomness import random_state
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -79,6 +82,48 @@ def test_what_a_killed_process_left_is_put_in_order(tmp_path: Path, draft, optim
     assert (tmp_path / "best").resolve().name == "step-00000003"
     assert (tmp_path / "last").resolve().name == "step-00000005"
     assert not list(tmp_path.glob(".step-*"))
+
+
+def test_a_checkpoint_that_is_there_gets_its_validation_and_is_not_written_again(tmp_path: Path, draft, optimizer):
+    """A kill while it is put in another one's place would lose the newest checkpoint."""
+    keeper = Keeper(tmp_path, {}, keep=2, validated=True)
+    keeper(draft, optimizer, Progress(step=3))
+    keeper.wait()
+    state = tmp_path / "step-00000003/trainer/state.safetensors"
+    inode = state.stat().st_ino
+    keeper(draft, optimizer, Progress(step=3, metrics={"acceptance_length": 1.5}))
+    keeper.wait()
+    assert state.stat().st_ino == inode
+    assert keeper.best_value() == 1.5
+
+
+def test_without_its_last_checkpoint_a_run_is_not_done(tmp_path: Path, draft, optimizer, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    keeper = Keeper(tmp_path, {}, 1, on_full_disk="continue")
+    keeper(draft, optimizer, Progress(step=1))
+    keeper.wait()
+    assert "no room for a checkpoint" in capsys.readouterr().err
+    with pytest.raises(OSError, match="No space left"), keeper:
+        keeper(draft, optimizer, Progress(step=2))
+
+
+def test_generators_and_skipped_steps_come_back(tmp_path: Path):
+    """Nothing in training draws from them today: what a library draws must not make a resumed run another one."""
+    draft = Draft()
+    untouched = torch.optim.AdamW(draft.parameters(), lr=0.1)
+    with Keeper(tmp_path, {}, 1) as keeper:
+        keeper(draft, untouched, Progress(step=1, skipped=1), [random_state()])
+    drawn = torch.rand(3)
+    assert restore(newest(tmp_path), draft, untouched).skipped == 1
+    assert torch.equal(torch.rand(3), drawn)
+    assert not untouched.state
+    with Keeper(tmp_path, {}, 1) as keeper:
+        keeper(draft, untouched, Progress(step=2))
+    with pytest.raises(InputError, match="cannot be resumed"):
+        restore(newest(tmp_path), draft, untouched)
 
 
 def test_vllm_finds_only_the_draft_in_a_checkpoint(tmp_path: Path, draft, optimizer):
