@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import __version__, engine
+from pipeline.errors import InputError
 from pipeline.preflight.gpus import read_gpus
 
 
@@ -39,11 +40,19 @@ def machine() -> dict[str, Any]:
         "cpu": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "aerie": __version__,
-        "vllm": engine.version(),
+        "vllm": _vllm(),
         "torch": metadata.version("torch"),
         "python": platform.python_version(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _vllm() -> str | None:
+    """None in an environment without it: training needs none."""
+    try:
+        return engine.version()
+    except InputError:
+        return None
 
 
 def _cpu_lines() -> Iterator[str]:

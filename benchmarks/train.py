@@ -6,7 +6,7 @@
 --reference is a folder that only the other side's processes get on their path: `pip install --no-deps --target FOLDER
 speculators==0.9.0` with the transformers 5 that it asks for. Without it only ours is measured.
 
-Each measurement is a process of its own, the sides take turns. A step is forward, backward, clipping and AdamW over one
+Each measurement is a process of its own, the sides take turns. A step is forward, backward, clipping and optimiser over one
 row that lies on the GPU already; rows differ in their documents and supervised spans. tok/s counts all tokens of a row.
 TFLOP/s (of everything) credits both sides with the same work: every index computed in every step. TFLOP/s (done)
 counts what a side computes; ours leaves out what the loss does not need. Both by `operations` in training.py.
@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--supervised", type=float, default=0.6, metavar="X", help="share of tokens that are the target's own")
     add("--train-lm-head", action="store_true",
         help="train the output rows on both sides; by default neither does, as speculators 0.9.0")  # fmt: skip
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="of both sides")
     add("--warmup", type=count, default=4, metavar="N", help="steps before the first that counts")
     add("--iterations", type=count, default=12, metavar="N", help="steps that count")
     add("--repeat", type=count, default=2, metavar="N", help="processes of each side, in turn; the median is shown")
@@ -90,7 +91,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _settings(options: argparse.Namespace) -> list[Setting]:
-    own = {"supervised": options.supervised, "train_lm_head": options.train_lm_head}
+    own = {"supervised": options.supervised, "train_lm_head": options.train_lm_head, "optimizer": options.optimizer}
     if options.tiny:
         return [replace(TINY, **own, steps=steps) for steps in options.steps]
     own |= {"warmup": options.warmup, "iterations": options.iterations}
@@ -146,7 +147,8 @@ def _is_met(sides: dict[str, Trained]) -> bool:
 def _page(setting: Setting, sides: dict[str, Trained]) -> str:
     lines = [
         f"\n{setting.tokens:,} tokens a step, {setting.steps} TTT steps, {setting.supervised:.0%} supervised, "
-        f"{setting.trained / 1e9:.3g} billion parameters trained",
+        f"{setting.trained / 1e9:.3g} billion parameters trained "
+        f"by {setting.optimizer}",
         f"{'':12} {'tok/s':>8} {'TFLOP/s of everything':>22} {'done':>7} {'of the card':>12} {'peak GiB':>9} "
         f"{'graphs':>7} {'later':>6} {'slowest / median step':>22} {'first and last loss':>20}",
     ]

@@ -20,6 +20,8 @@ from pipeline.train.loss import supervised_at
 
 AUX_LAYERS = [2, 30, 58]
 EPS = 1e-5
+RATE, DECAY = 1e-4, 0.1
+"""Learning rate, and Muon's weight decay."""
 MOST_TURNS = 4
 """Of a synthetic conversation: a prompt and an answer each."""
 
@@ -42,6 +44,7 @@ class Setting:
     """Share of tokens that are the target's own: in answers, between prompts."""
     steps: int = 3
     train_lm_head: bool = False
+    optimizer: str = "adamw"
     warmup: int = 4
     iterations: int = 10
     rows: int = 4
@@ -198,8 +201,10 @@ def _llama(setting: Setting, **more: Any) -> Any:
 
 def aerie(setting: Setting, device: torch.device) -> Step:
     """Ours, as pipeline.train.loop runs it."""
+    from pipeline.config import TrainSection
     from pipeline.train.draft import Draft
     from pipeline.train.loss import TargetHead, compile_step, unroll
+    from pipeline.train.optimizer import make_optimizer
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
@@ -214,8 +219,8 @@ def aerie(setting: Setting, device: torch.device) -> Step:
     draft.lm_head.weight.requires_grad_(setting.train_lm_head)
     if device.type == "cuda":
         compile_step(draft, target)
-    trained = [p for p in draft.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    own: Any = {"optimizer": setting.optimizer, "learning_rate": RATE, "muon_weight_decay": DECAY}
+    optimizer = make_optimizer(draft, TrainSection(**own))
 
     def step(row: Row) -> float:
         count_K = torch.stack([supervised_at(row, k).sum() for k in range(setting.steps)])
@@ -262,7 +267,9 @@ def speculators(setting: Setting, device: torch.device, losses: str = "fused") -
     )
     _fill(model)
     model.lm_head.weight.requires_grad_(setting.train_lm_head)
-    (optimizer,) = build_optimizers(model, SimpleNamespace(optimizer="adamw", lr=1e-4, weight_decay=0.0))
+    muon = {"momentum": 0.95, "weight_decay": DECAY, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw", "lr": RATE}
+    own = {"optimizer": setting.optimizer, "lr": RATE, "weight_decay": 0.0}
+    optimizers = build_optimizers(model, SimpleNamespace(**own, **{f"muon_{key}": muon[key] for key in muon}))
     loss_config = resolve_loss_config("kl_div", losses if device.type == "cuda" else "eager")
 
     def step(row: Row) -> float:
@@ -279,10 +286,12 @@ def speculators(setting: Setting, device: torch.device, losses: str = "fused") -
                 ttt_step_loss_decay=1.0,
                 loss_config=loss_config,
             )
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         return float(loss.detach())
 
     return step
