@@ -44,6 +44,7 @@ tokens_per_row = {tokens}
 ttt_steps = {steps}
 epochs = {epochs}
 validation_share = 0
+train_lm_head = false
 keep_checkpoints = 1
 tracker = "none"
 """

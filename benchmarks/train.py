@@ -6,8 +6,8 @@
 --reference is a folder that only the other side's processes get on their path: `pip install --no-deps --target FOLDER
 speculators==0.9.0` with the transformers 5 that it asks for. Without it only ours is measured.
 
-Each measurement is a process of its own, the sides take turns. A step is forward, backward, clipping and optimiser over one
-row that lies on the GPU already; rows differ in their documents and supervised spans. tok/s counts all tokens of a row.
+Each measurement is a process of its own, the sides take turns. A step is forward, backward, clipping and optimiser over
+one row that lies on the GPU already; rows differ in documents and supervised spans. tok/s counts all tokens of a row.
 TFLOP/s (of everything) credits both sides with the same work: every index computed in every step. TFLOP/s (done)
 counts what a side computes; ours leaves out what the loss does not need. Both by `operations` in training.py.
 The losses are of other kinds, ours a cross entropy, the other's a divergence: they only show that each side learns.
@@ -66,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--reference", type=Path, metavar="DIR", help="folder with speculators 0.9.0 and what it needs beyond ours")
+    add("--reference-loss", choices=("fused", "eager"), default="fused",
+        help="the other side's --loss-implementation; its own default, fused, torch 2.11 cannot compile")  # fmt: skip
     add("--tokens", type=_counts, default=[4096, 8192], metavar="N,N", help="lengths of a row")
     add("--steps", type=_counts, default=[3, 7], metavar="N,N", help="TTT steps")
     add("--supervised", type=float, default=0.6, metavar="X", help="share of tokens that are the target's own")
@@ -91,7 +93,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _settings(options: argparse.Namespace) -> list[Setting]:
-    own = {"supervised": options.supervised, "train_lm_head": options.train_lm_head, "optimizer": options.optimizer}
+    names = ("supervised", "train_lm_head", "optimizer", "reference_loss")
+    own = {name: getattr(options, name) for name in names}
     if options.tiny:
         return [replace(TINY, **own, steps=steps) for steps in options.steps]
     own |= {"warmup": options.warmup, "iterations": options.iterations}

@@ -45,6 +45,7 @@ class Setting:
     steps: int = 3
     train_lm_head: bool = False
     optimizer: str = "adamw"
+    reference_loss: str = "fused"
     warmup: int = 4
     iterations: int = 10
     rows: int = 4
@@ -235,7 +236,7 @@ def aerie(setting: Setting, device: torch.device) -> Step:
     return step
 
 
-def speculators(setting: Setting, device: torch.device, losses: str = "fused") -> Step:
+def speculators(setting: Setting, device: torch.device) -> Step:
     """speculators 0.9.0's model, loss and optimiser, by its trainer's order of calls."""
     from speculators.config import SpeculatorsConfig, VerifierConfig  # type: ignore[reportMissingImports]
     from speculators.losses import resolve_loss_config  # type: ignore[reportMissingImports]
@@ -270,7 +271,7 @@ def speculators(setting: Setting, device: torch.device, losses: str = "fused") -
     muon = {"momentum": 0.95, "weight_decay": DECAY, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw", "lr": RATE}
     own = {"optimizer": setting.optimizer, "lr": RATE, "weight_decay": 0.0}
     optimizers = build_optimizers(model, SimpleNamespace(**own, **{f"muon_{key}": muon[key] for key in muon}))
-    loss_config = resolve_loss_config("kl_div", losses if device.type == "cuda" else "eager")
+    loss_config = resolve_loss_config("kl_div", setting.reference_loss if device.type == "cuda" else "eager")
 
     def step(row: Row) -> float:
         ahead = {name: _next(getattr(row, name)) for name in ("tokens_R", "last_RH", "supervised_R")}

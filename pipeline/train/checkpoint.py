@@ -133,6 +133,11 @@ class Keeper:
             return
         raise error
 
+    def check(self) -> None:
+        """As `wait`, of what has been written: a fault is told now and not when the next checkpoint is due."""
+        if self._thread and not self._thread.is_alive():
+            self.wait()
+
     def tidy(self) -> None:
         """After a process that was killed: point `last` and `best` as it would have; what it left half made goes."""
         for left in self.folder.glob(".step-*.tmp"):

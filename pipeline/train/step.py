@@ -153,6 +153,10 @@ def _train(
             for _ in trainer_tensors(draft, trainer.optimizer):
                 pass  # what is sharded is gathered by all
 
+    def told(kind: str, metrics: dict[str, float], now: Progress) -> None:
+        report(kind, metrics, now)
+        keeper.check()
+
     if place.first:
         keeper.tidy()
     reporter = Reporter(config, folder, trainer.total_steps, progress, enabled=place.first)
@@ -164,7 +168,7 @@ def _train(
             report.say(f"train  compiled in {clock(trainer.compile())}")
         with stop.in_hand():  # until all is written, too
             try:
-                trainer.run(progress, save, report, stop)
+                trainer.run(progress, save, told, stop)
                 keeper.wait(last=True)
             except Stopped:
                 keeper.wait()

@@ -55,8 +55,8 @@ class RandomRows(FullRows):
 
     words = 1
 
-    def load(self, row: list[int]) -> Row:
-        made = super().load(row)
+    def load(self, row: list[int], room: Row | None = None) -> Row:
+        made = super().load(row, room)
         made.tokens_R.random_(0, self.words)
         made.aux_RLH.normal_()
         made.last_RH.normal_()

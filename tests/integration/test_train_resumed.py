@@ -3,6 +3,7 @@
 The step runs in this process, on states that the target computed for random ids.
 """
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -302,8 +303,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(new_run, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
 def test_a_full_disk_keeps_the_checkpoints_that_are_there(new_run, undisturbed, monkeypatch, capfd, policy):
-    import errno
-
     config, original, calls = new_run("full", on_full_disk=policy), checkpoint.write_json, []
 
     def write_json(path, value):
@@ -329,9 +328,25 @@ def test_a_full_disk_keeps_the_checkpoints_that_are_there(new_run, undisturbed, 
     assert_equal(config, undisturbed)
 
 
-def test_a_stop_that_cannot_be_saved_is_told(new_run, monkeypatch, capfd):
-    import errno
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_is_due(new_run, monkeypatch, capfd):
+    steps, config = [], new_run(checkpoint_steps=5)
 
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    def step(self, *arguments, original=loop.Trainer._step):
+        steps.append(1)
+        time.sleep(0.2 if len(steps) > 5 else 0)  # the first one is being written meanwhile
+        return original(self, *arguments)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", refused)
+    monkeypatch.setattr(loop.Trainer, "_step", step)
+    with pytest.raises(PermissionError):
+        run_step("train", config)
+    assert 5 < len(steps) < 9
+
+
+def test_a_stop_that_cannot_be_saved_is_told(new_run, monkeypatch, capfd):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
