@@ -12,7 +12,7 @@ from pipeline.forecast import disk
 from pipeline.forecast.data import Data, data_of
 from pipeline.forecast.engine_memory import GIB, EngineMemory, engine_memory
 from pipeline.forecast.shapes import Shapes, target_shapes
-from pipeline.forecast.traffic import all_reduce
+from pipeline.forecast.traffic import all_reduce, broadcast_s
 from pipeline.forecast.training import AUX_LAYERS, TrainingMemory, fits, sharded_memory, training_memory
 from pipeline.forecast.weights import TargetWeights, target_weights
 from pipeline.preflight.inputs import STATES_PER_TOKEN
@@ -232,12 +232,13 @@ def _all_reduce_rows(facts: Forecast, tokens_per_s: float | None) -> Rows:
     whole = f"{in_all} in all; computing can hide {cost.hidden_s:.2f} s of a step's at most"
     if tokens_per_s is not None:
         step_s = train.rows_per_step * train.tokens_per_row / tokens_per_s
-        rows = -(-train.rows_per_step // facts.processes)
-        whole = f"{100 * cost.seconds / step_s:.0f} % of a step of {step_s:.2f} s (rows in each: {rows}), {whole}"
-    return [
-        ("", f"gradients: {sent}: {cost.seconds:.2f} s at {bandwidth:g} GB/s"),
-        ("", whole),
-    ]
+        each = -(-train.rows_per_step // facts.processes)
+        whole = f"{100 * cost.seconds / step_s:.0f} % of a step of {step_s:.2f} s (rows in each: {each}), {whole}"
+    rows = [("", f"gradients: {sent}: {cost.seconds:.2f} s at {bandwidth:g} GB/s"), ("", whole)]
+    if memory.matrices and not facts.sharded:
+        seconds = broadcast_s(memory.matrices, bandwidth)
+        rows.append(("", f"matrices that one has stepped for all: {_gb(4 * memory.matrices)} a step, {seconds:.2f} s"))
+    return rows
 
 
 def _memory_heading(facts: Forecast) -> str:

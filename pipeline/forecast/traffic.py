@@ -2,7 +2,8 @@
 
 DistributedDataParallel sums up float32 gradients over all processes once a step, with the last row of each. NCCL's ring
 sends 2 (n-1)/n of their bytes through each GPU's link, in either direction. That, by time, is what nccl-tests calls
-bus bandwidth (its doc/PERFORMANCE.md). Sums of losses and counts are left out: some hundred bytes.
+bus bandwidth (its doc/PERFORMANCE.md); a broadcast's is its own rate. Sums of losses and counts are left out: some
+hundred bytes.
 """
 
 from dataclasses import dataclass
@@ -32,3 +33,8 @@ def all_reduce(trainable: int, output_rows: int, processes: int, gb_per_s: float
     link_bytes = 2 * (processes - 1) / processes * gradient_bytes
     seconds = link_bytes / (gb_per_s * 1e9)
     return AllReduce(gradient_bytes, link_bytes, seconds, seconds * output_rows / max(1, trainable))
+
+
+def broadcast_s(weights: int, gb_per_s: float) -> float:
+    """Seconds of a step in which replicas send each other the float32 weights that one has stepped for all (Muon's)."""
+    return 4 * weights / (gb_per_s * 1e9)

@@ -20,6 +20,7 @@ from pipeline.train.data import Row, empty_row, row_bytes, without_data
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead, frozen_dtype
+from pipeline.train.optimizer import MuonAndAdamW, shared_out
 
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 """What PyTorch gives cuBLAS on Hopper and later (aten/cuda/CUDABlas, CUBLAS_WORKSPACE_CONFIG's default)."""
@@ -31,8 +32,8 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes of one GPU when most is held. `parameters`, `trainable` and, of these, `output_rows` count the draft's
-    weights, not bytes."""
+    """Bytes of one GPU when most is held. `parameters`, `trainable` and, of these, `output_rows` and
+    `matrices` count the draft's weights, not bytes."""
 
     weights: int
     gradients: int
@@ -47,6 +48,10 @@ class TrainingMemory:
     parameters: int
     trainable: int
     output_rows: int
+    moments: int
+    """Of the optimiser, in all processes with replicas together: they share out Muon's."""
+    matrices: int
+    """Weights that Muon steps."""
 
     @property
     def total(self) -> int:
@@ -106,15 +111,29 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
         trainer.optimizer.register_step_post_hook(lambda *_: _mark_trained(ledger, trainer))
         trainer.run(Progress(), lambda _: None, lambda *_: None)
     next_row = _next_row_bytes(config, target)
+    matrices = list(trainer.optimizer.matrices) if isinstance(trainer.optimizer, MuonAndAdamW) else []
     held, sizes = ledger.at_peak(), [p.numel() for p in draft.parameters() if p.requires_grad]
     return TrainingMemory(
-        *(held.get(kind, 0) for kind in ("weights", "gradients", "optimizer", "target")),
+        weights=held.get("weights", 0),
+        gradients=held.get("gradients", 0),
+        optimizer=held.get("optimizer", 0) - _kept_elsewhere(matrices, processes),
+        target=held.get("target", 0),
         activations=held.get("activations", 0) + CUBLAS_WORKSPACE_BYTES + next_row,
         buckets=4 * sum(sizes) if processes > 1 else 0,
         parameters=sum(p.numel() for p in draft.parameters()),
         trainable=sum(sizes),
         output_rows=draft.lm_head.weight.numel() if section.train_lm_head else 0,
+        moments=held.get("optimizer", 0),
+        matrices=sum(matrix.numel() for matrix in matrices),
     )
+
+
+def _kept_elsewhere(matrices: list[torch.Tensor], processes: int) -> int:
+    """Bytes of Muon's moments that the process with the most of them has not."""
+    sizes, each = [4 * matrix.numel() for matrix in matrices], [0] * processes
+    for size, owner in zip(sizes, shared_out(matrices, processes), strict=True):
+        each[owner] += size
+    return sum(sizes) - max(each)
 
 
 def fits(memory: TrainingMemory, config: Run, gpu_bytes: float) -> bool:
@@ -132,7 +151,7 @@ def sharded_memory(replica: TrainingMemory, processes: int) -> TrainingMemory:
     return replace(
         replica,
         weights=weights + weights // processes,
-        optimizer=replica.optimizer // processes,
+        optimizer=replica.moments // processes,
         buckets=max(0, weights + replica.buckets // processes - more),
     )
 

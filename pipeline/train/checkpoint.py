@@ -33,7 +33,7 @@ from pipeline.errors import NO_ROOM, InputError
 from pipeline.store import atomic_folder, write_json
 from pipeline.store.tensors import write_tensors
 from pipeline.train.draft import Draft
-from pipeline.train.optimizer import ADAMW_KEEPS, MUON_KEEPS, keeps
+from pipeline.train.optimizer import ADAMW_KEEPS, MUON_KEEPS, keeps, keeps_here, kept
 from pipeline.train.randomness import State, set_random_state
 from pipeline.train.sharding import full, part
 
@@ -237,10 +237,12 @@ def restore(path: Path, draft: Draft, optimizer: torch.optim.Optimizer, rank: in
                 saved = {key: tensors[f"{key}/{name}"] for key in KEPT if f"{key}/{name}" in tensors}
                 if not parameter.requires_grad or (progress.skipped and not saved):
                     continue
-                optimizer.state[parameter] = {  # the fused AdamW wants its step counter beside the weights, too
-                    key: saved[key].to(parameter.device) if key == "step" else part(saved[key], parameter)
-                    for key in keeps(optimizer, parameter)
-                }
+                state = {key: saved[key] for key in keeps(optimizer, parameter)}
+                if keeps_here(optimizer, parameter):
+                    optimizer.state[parameter] = {  # the fused AdamW wants its step counter beside the weights, too
+                        key: value.to(parameter.device) if key == "step" else part(value, parameter)
+                        for key, value in state.items()
+                    }
         _restore_random(path / "trainer/random.safetensors", rank)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise InputError(f"train: {path} cannot be resumed ({error}). Remove it: the one before it is used") from None
@@ -258,9 +260,10 @@ def _restore_random(file: Path, rank: int) -> None:
 def trainer_tensors(draft: Draft, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Weights and what the optimiser keeps of them, each whole, by name.
 
-    Sharded ones are gathered as their turn comes: all processes go through it together, whether they need them or not.
+    What is sharded, or shared out, is gathered as its turn comes: all processes go through it together, whether they
+    need it or not.
     """
     for name, parameter in draft.named_parameters():
         yield f"weight/{name}", full(parameter.detach())
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in kept(optimizer, parameter).items():
             yield f"{key}/{name}", full(value.detach())

@@ -98,7 +98,7 @@ class Trainer:
         self.target = target
         self.module = Unrolled(draft, target, section, place)
         self.parallel = distributed(self.module, place.world, place.device, sharded=sharded)
-        self.optimizer = make_optimizer(draft, section)
+        self.optimizer = make_optimizer(draft, section, place.rank, 1 if sharded else place.world)
         self.total_steps = sum(train_rows.steps_in(epoch) for epoch in range(section.epochs))
         self.compiled_again = 0
         """Graphs made after `compile`: none is expected, each takes a minute of a step."""

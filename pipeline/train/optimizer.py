@@ -3,9 +3,15 @@
 Muon (torch.optim.Muon) keeps one moment of a weight, a mean of gradients, and steps by that matrix with its singular
 values brought near to one, which five Newton-Schulz iterations do in bfloat16. Its steps are scaled to AdamW's usual
 size ("match_rms_adamw"), so that both take one learning rate.
+
+Of several processes with whole replicas each steps some of Muon's matrices, keeps their moments, and sends them to the
+others: the numbers are those of one process, without all computing the same. Sharded, PyTorch divides the work.
 """
 
+from collections.abc import Iterable
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import TrainSection
@@ -18,24 +24,61 @@ MUON_KEEPS = ("momentum_buffer",)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """The two as one: its groups and its state are theirs, the same objects: what is set in one is set in all."""
+    """The two as one: its groups and its state are theirs, the same objects: what is set in one is set in all.
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW):
+    `rank` of `replicas` processes, which share out Muon's matrices; 1: this one has them all.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW, rank: int = 0, replicas: int = 1):
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
-        self.muon, self.adamw = muon, adamw
+        self.muon, self.adamw, self.rank = muon, adamw, rank
         muon.state = adamw.state = self.state
-        self.matrices = {p for group in muon.param_groups for p in group["params"]}
+        matrices = [p for group in muon.param_groups for p in group["params"]]
+        self.matrices = set(matrices)
         """Muon's weights."""
+        self.owners = dict(zip(matrices, shared_out(matrices, replicas), strict=True)) if replicas > 1 else {}
+        """Which process steps each of them; empty: this one."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (as the base runs)
-        """One step of both, by gradients that are there."""
+        """One step of both, by gradients that are there. All processes that share call it together."""
+        others = {p: p.grad for p in self.owners if not self.has(p)}
+        for matrix in others:
+            matrix.grad = None  # what Muon passes over
         self.muon.step()
         self.adamw.step()
+        for matrix, gradient in others.items():
+            matrix.grad = gradient
+        for matrix, owner in self.owners.items():
+            dist.broadcast(matrix.detach(), owner)
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether this process steps a weight and keeps its moments."""
+        return self.owners.get(parameter, self.rank) == self.rank
+
+    def kept(self, parameter: Tensor) -> dict[str, Tensor]:
+        """All that is kept of a weight, by whatever process. All that share call it together, for the same weight."""
+        if parameter not in self.owners or not self.state:  # norms are every process's: without theirs none has stepped
+            return self.state.get(parameter, {})
+        moment = self.state[parameter][MUON_KEEPS[0]] if self.has(parameter) else torch.empty_like(parameter)
+        dist.broadcast(moment, self.owners[parameter])
+        return {MUON_KEEPS[0]: moment}
 
 
-def make_optimizer(draft: Draft, section: TrainSection) -> torch.optim.Optimizer:
-    """What train.optimizer names, over the weights that are trained. Muon's are the matrices but the output rows."""
+def shared_out(matrices: Iterable[Tensor], processes: int) -> list[int]:
+    """Of each matrix the process that steps it: the most work first, each to the one with the least so far."""
+    sizes = [sorted(matrix.shape) for matrix in matrices]
+    work = [2 * low * low * high + low**3 for low, high in sizes]  # of a Newton-Schulz iteration, but for a factor
+    load, owners = [0] * processes, [0] * len(work)
+    for index in sorted(range(len(work)), key=lambda n: -work[n]):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += work[index]
+    return owners
+
+
+def make_optimizer(draft: Draft, section: TrainSection, rank: int = 0, replicas: int = 1) -> torch.optim.Optimizer:
+    """What train.optimizer names, over the weights that are trained. Muon's are the matrices but the output rows, of
+    which each of the `replicas` steps some."""
     trained = [p for p in draft.parameters() if p.requires_grad]
     muons = {p for p in trained if p.dim() > 1 and p is not draft.lm_head.weight} if section.optimizer == "muon" else ()
     groups = [
@@ -54,9 +97,19 @@ def make_optimizer(draft: Draft, section: TrainSection) -> torch.optim.Optimizer
         ns_steps=5,
         adjust_lr_fn="match_rms_adamw",
     )
-    return MuonAndAdamW(muon, adamw)
+    return MuonAndAdamW(muon, adamw, rank, replicas)
 
 
 def keeps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[str, ...]:
-    """The names of what the optimiser keeps of a weight once it has changed it."""
+    """The names of what the optimiser keeps of a weight once it has changed it, in whatever process."""
     return MUON_KEEPS if isinstance(optimizer, MuonAndAdamW) and parameter in optimizer.matrices else ADAMW_KEEPS
+
+
+def kept(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What it keeps of a weight by name; see MuonAndAdamW.kept."""
+    return optimizer.kept(parameter) if isinstance(optimizer, MuonAndAdamW) else optimizer.state.get(parameter, {})
+
+
+def keeps_here(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether it is this process that keeps it."""
+    return not isinstance(optimizer, MuonAndAdamW) or optimizer.has(parameter)

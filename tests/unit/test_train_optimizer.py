@@ -1,15 +1,21 @@
 """Which optimiser changes which weights, and that two of them are one to those that use it."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.spawn import spawn
 
 from pipeline.errors import InputError
-from pipeline.forecast.training import training_memory
-from pipeline.train.checkpoint import Keeper, Progress, newest, restore
+from pipeline.forecast.training import sharded_memory, training_memory
+from pipeline.store import write_json
+from pipeline.store.tensors import write_tensors
+from pipeline.train.checkpoint import Keeper, Progress, newest, restore, trainer_tensors
 from pipeline.train.loop import Trainer
-from pipeline.train.optimizer import MuonAndAdamW
+from pipeline.train.optimizer import MuonAndAdamW, make_optimizer, shared_out
 from tests.forecasting import make_trainer, small_run
 
 TRAIN = {"autocast": False, "ttt_steps": 1}
@@ -45,6 +51,69 @@ def test_muon_has_the_matrices_inside_the_draft(trainer):
     decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(of)
     assert (decay[draft.fc.weight], decay[draft.lm_head.weight], decay[draft.norm.weight]) == (0.1, 0.01, 0.0)
+
+
+def train_shared(rank: int, folder: Path, processes: int) -> None:
+    """What each process does: two steps, a checkpoint by the first, a third step after all have restored it."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    own = folder / str(rank)
+    own.mkdir()
+    trainer, other = (shared_trainer(own, rank, processes) for _ in range(2))
+    for seed in range(2):
+        step(trainer, seed)
+    tensors = dict(trainer_tensors(trainer.draft, trainer.optimizer))
+    save_file(tensors, own / "after-two.safetensors")
+    if rank == 0:
+        write_tensors(folder / "checkpoint/trainer/state.safetensors", tensors)
+        write_json(folder / "checkpoint/trainer/progress.json", {"step": 2})
+    dist.barrier()
+    restore(folder / "checkpoint", other.draft, other.optimizer, rank)
+    step(other, 2)
+    save_file(dict(trainer_tensors(other.draft, other.optimizer)), own / "after-three.safetensors")
+    for name, one in (("trained", trainer), ("restored", other)):
+        kept = [n for n, p in one.draft.named_parameters() if "momentum_buffer" in one.optimizer.state.get(p, {})]
+        write_json(own / f"{name}.json", kept)
+    dist.destroy_process_group()
+
+
+def shared_trainer(folder: Path, rank: int = 0, replicas: int = 1) -> Trainer:
+    torch.manual_seed(0)
+    trainer = make_trainer(*small_run(folder, **TRAIN, optimizer="muon", num_layers=2))
+    trainer.optimizer = make_optimizer(trainer.draft, trainer.section, rank, replicas)
+    return trainer
+
+
+def test_replicas_share_out_muons_matrices_and_step_as_one(tmp_path):
+    processes = 3
+    (tmp_path / "checkpoint/trainer").mkdir(parents=True)
+    spawn(train_shared, (tmp_path, processes), processes)
+    alone = shared_trainer(tmp_path)
+    for seed in range(2):
+        step(alone, seed)
+    after_two = {name: tensor.clone() for name, tensor in trainer_tensors(alone.draft, alone.optimizer)}
+    step(alone, 2)
+    after_three = dict(trainer_tensors(alone.draft, alone.optimizer))
+    for rank in range(processes):
+        for name, want in (("after-two", after_two), ("after-three", after_three)):
+            got = load_file(tmp_path / f"{rank}/{name}.safetensors")
+            assert got.keys() == want.keys()
+            assert all(torch.equal(got[key], want[key]) for key in got), (rank, name)
+    for name in ("trained", "restored"):
+        kept = [json.loads((tmp_path / f"{rank}/{name}.json").read_text()) for rank in range(processes)]
+        assert all(kept)
+        assert sorted(part for parts in kept for part in parts) == sorted(
+            key.removeprefix("momentum_buffer/") for key in after_two if key.startswith("momentum_buffer/")
+        )
+
+
+def test_the_most_work_goes_first_to_the_one_with_the_least():
+    shapes = [(8, 16), (2, 2), (16, 8), (4, 8), (8, 8)]
+    owners = shared_out([torch.empty(shape) for shape in shapes], 2)
+    assert owners[0] != owners[2]
+    work = [2 * min(s) ** 2 * max(s) + min(s) ** 3 for s in shapes]
+    loads = [sum(w for w, owner in zip(work, owners, strict=True) if owner == rank) for rank in range(2)]
+    assert max(loads) - min(loads) <= max(work[1], work[3], work[4])
+    assert set(shared_out([torch.empty(4, 4)] * 3, 8)) == {0, 1, 2}
 
 
 def test_without_it_there_is_adamw_alone(new_trainer):
@@ -118,11 +187,16 @@ def test_only_where_all_steps_were_skipped_there_is_nothing_to_restore(trainer, 
 
 
 def test_the_forecast_counts_one_moment_of_muons_weights(tmp_path):
-    def memory(**train):
+    def memory(processes=1, **train):
         config, target = small_run(tmp_path, **train)
-        return training_memory(config, target, 1)
+        return training_memory(config, target, processes)
 
     adamw, muon = memory(), memory(optimizer="muon")
     inside = muon.trainable - muon.output_rows - 4 * 256  # norms
     assert adamw.optimizer - muon.optimizer == pytest.approx(4 * inside, rel=0.01)
     assert muon.total < adamw.total
+
+    two = memory(2, optimizer="muon")
+    assert (two.moments, two.matrices) == (muon.optimizer, inside)
+    assert muon.optimizer - two.optimizer == pytest.approx(4 * inside / 2, rel=0.1)
+    assert sharded_memory(two, 2).optimizer == muon.optimizer // 2
