@@ -117,7 +117,9 @@ def _train(
     draft.to(place.device)
     size = sum(parameter.numel() for parameter in draft.parameters())
     if place.first:
-        require_space(folder, 16 * size * (section.keep_checkpoints + 2), "train")  # weights, two moments, the draft
+        trained = size - (0 if section.train_lm_head else draft.lm_head.weight.numel())
+        one = (4 + target.dtype.itemsize) * size + 8 * trained  # weights, the draft, two moments
+        require_space(folder, one * (section.keep_checkpoints + 2), "train")
 
     def rows(samples: list[int]) -> Rows:
         return Rows(reader, samples, section.tokens_per_row, config.seed, section.rows_per_step)
