@@ -6,7 +6,8 @@ Writes a target's frozen parts and hidden states, all random, to bench-scaling i
 `python -m pipeline train` with each number of processes, and removes them. Each process gets --rows rows a step
 whatever their number, so that with one GPU a process, tok/s a GPU over that of one process is how well it scales. tok/s
 is over all steps, without compiling and checkpoints; `waits` is the share of the time in which rows were waited for;
-`later` counts graphs that were compiled after the first step: none should be.
+`later` counts graphs that were compiled after the first step: none should be. Output rows are frozen, as in
+benchmarks.train: so all gradients come at the backward pass's end, where nothing hides their way.
 
 Exit codes: 0 measured; 1 a training failed; 2 wrong usage; 5 no room.
 """

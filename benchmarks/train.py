@@ -148,10 +148,10 @@ def _is_met(sides: dict[str, Trained]) -> bool:
 
 
 def _page(setting: Setting, sides: dict[str, Trained]) -> str:
+    loss = f", the other side's loss {setting.reference_loss}" if "speculators" in sides else ""
     lines = [
         f"\n{setting.tokens:,} tokens a step, {setting.steps} TTT steps, {setting.supervised:.0%} supervised, "
-        f"{setting.trained / 1e9:.3g} billion parameters trained "
-        f"by {setting.optimizer}",
+        f"{setting.trained / 1e9:.3g} billion parameters trained by {setting.optimizer}{loss}",
         f"{'':12} {'tok/s':>8} {'TFLOP/s of everything':>22} {'done':>7} {'of the card':>12} {'peak GiB':>9} "
         f"{'graphs':>7} {'later':>6} {'slowest / median step':>22} {'first and last loss':>20}",
     ]

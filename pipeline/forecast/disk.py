@@ -17,6 +17,7 @@ from pipeline.preflight.inputs import local_folder, weight_bytes
 from pipeline.store.records import DAMAGED
 from pipeline.store.states import shard_bytes
 from pipeline.target import Target, is_hub_name
+from pipeline.train import checkpoint
 
 PREPARED_BYTES_PER_TOKEN = 4.2
 """At most: an id of 4 bytes and a bit of the mask, before compression; some bits for what Parquet adds."""
@@ -57,8 +58,8 @@ def checkpoint_bytes(config: Run, target: Target, memory: TrainingMemory) -> int
     """One folder step-N: the draft in the target's dtype with its word map, weights and moments in float32."""
     words = config.vocab.draft_vocab_size
     word_map = 0 if words >= target.vocab_size else 8 * words + target.vocab_size
-    draft = target.dtype.itemsize * memory.parameters + word_map
-    return draft + 4 * memory.parameters + 8 * memory.trainable + CHECKPOINT_OVERHEAD_BYTES
+    tensors = checkpoint.checkpoint_bytes(memory.parameters, memory.moments, target.dtype)
+    return tensors + word_map + CHECKPOINT_OVERHEAD_BYTES
 
 
 def checkpoints_held(config: Run, steps: int) -> int:

@@ -20,7 +20,7 @@ from pipeline.prepare.regenerate import BATCHED_TOKENS
 from pipeline.progress import clock
 from pipeline.store.dtypes import Stored, stored_dtype
 from pipeline.target import Target
-from pipeline.train.checkpoint import snapshot_bytes
+from pipeline.train.checkpoint import checkpoint_bytes
 from pipeline.train.data import pinned_row_bytes
 from pipeline.train.loop import VALIDATION_AHEAD
 from pipeline.train.sharding import is_sharded
@@ -227,18 +227,22 @@ def _all_reduce_rows(facts: Forecast, tokens_per_s: float | None) -> Rows:
         return []
     memory = facts.training
     cost = all_reduce(memory.trainable, memory.output_rows, facts.processes, bandwidth)
+    stepped = 0 if facts.sharded else memory.matrices
+    stepped_s = broadcast_s(stepped, bandwidth)
     sent = f"{_gb(cost.gradient_bytes)} a step, {_gb(cost.link_bytes)} through each of {facts.processes} GPUs' links"
-    in_all = _duration(cost.seconds * facts.steps)
+    in_all = _duration((cost.seconds + stepped_s) * facts.steps)
     whole = f"{in_all} in all; computing can hide {cost.hidden_s:.2f} s of a step's at most"
     if tokens_per_s is not None:
         step_s = train.rows_per_step * train.tokens_per_row / tokens_per_s
         each = -(-train.rows_per_step // facts.processes)
-        whole = f"{100 * cost.seconds / step_s:.0f} % of a step of {step_s:.2f} s (rows in each: {each}), {whole}"
-    rows = [("", f"gradients: {sent}: {cost.seconds:.2f} s at {bandwidth:g} GB/s"), ("", whole)]
-    if memory.matrices and not facts.sharded:
-        seconds = broadcast_s(memory.matrices, bandwidth)
-        rows.append(("", f"matrices that one has stepped for all: {_gb(4 * memory.matrices)} a step, {seconds:.2f} s"))
-    return rows
+        share = (cost.seconds + stepped_s) / step_s
+        whole = f"{100 * share:.0f} % of a step of {step_s:.2f} s (rows in each: {each}), {whole}"
+    muon = [("", f"matrices, from the one that Muon stepped each in: {_gb(4 * stepped)} a step, {stepped_s:.2f} s")]
+    return [
+        ("", f"gradients: {sent}: {cost.seconds:.2f} s at {bandwidth:g} GB/s"),
+        *(muon if stepped else []),
+        ("", whole),
+    ]
 
 
 def _memory_heading(facts: Forecast) -> str:
@@ -290,7 +294,7 @@ def _training_host_rows(facts: Forecast) -> Rows:
     row = pinned_row_bytes(train.tokens_per_row, AUX_LAYERS, target.hidden_size, target.dtype.itemsize)
     ahead = train.prefetch_rows + min(train.prefetch_rows, VALIDATION_AHEAD)
     rows = facts.processes * max(1, ahead) * row
-    saved = snapshot_bytes(memory.parameters, memory.trainable)
+    saved = checkpoint_bytes(memory.parameters, memory.moments, target.dtype)
     return [
         ("train", _gb(rows + saved)),
         ("", f"processes: {facts.processes}, rows ahead in each: {ahead} of {_gb(row)}; a checkpoint {_gb(saved)}"),

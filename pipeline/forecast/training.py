@@ -20,7 +20,7 @@ from pipeline.train.data import Row, empty_row, row_bytes, without_data
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead, frozen_dtype
-from pipeline.train.optimizer import MuonAndAdamW, shared_out
+from pipeline.train.optimizer import MuonAndAdamW, moments_bytes, shared_out
 
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 """What PyTorch gives cuBLAS on Hopper and later (aten/cuda/CUDABlas, CUBLAS_WORKSPACE_CONFIG's default)."""
@@ -49,7 +49,7 @@ class TrainingMemory:
     trainable: int
     output_rows: int
     moments: int
-    """Of the optimiser, in all processes with replicas together: they share out Muon's."""
+    """Of the optimiser, each counted once: every replica has all of AdamW's, and some of Muon's."""
     matrices: int
     """Weights that Muon steps."""
 
@@ -123,7 +123,7 @@ def training_memory(config: Run, target: Target, processes: int) -> TrainingMemo
         parameters=sum(p.numel() for p in draft.parameters()),
         trainable=sum(sizes),
         output_rows=draft.lm_head.weight.numel() if section.train_lm_head else 0,
-        moments=held.get("optimizer", 0),
+        moments=moments_bytes(trainer.optimizer),
         matrices=sum(matrix.numel() for matrix in matrices),
     )
 

@@ -33,7 +33,7 @@ from pipeline.errors import NO_ROOM, InputError
 from pipeline.store import atomic_folder, write_json
 from pipeline.store.tensors import write_tensors
 from pipeline.train.draft import Draft
-from pipeline.train.optimizer import ADAMW_KEEPS, MUON_KEEPS, keeps, keeps_here, kept
+from pipeline.train.optimizer import ADAMW_KEEPS, MUON_KEEPS, moment_names, moments, owns
 from pipeline.train.randomness import State, set_random_state
 from pipeline.train.sharding import full, part
 
@@ -62,7 +62,7 @@ class Keeper:
     """Writes checkpoints of a run, points `best` and `last` to the right ones and removes old ones.
 
     The first process has it; the others go through `trainer_tensors` when it saves. Within a `with` block, whose end
-    waits for what is being written. Host memory: `snapshot_bytes` at the first save, kept from then on, and the draft
+    waits for what is being written. Host memory: `checkpoint_bytes` at the first save, kept from then on, and the draft
     in its own dtype while it is written.
     """
 
@@ -211,10 +211,10 @@ class Keeper:
         temporary.replace(self.folder / name)
 
 
-def snapshot_bytes(parameters: int, trainable: int) -> int:
-    """Host memory of a Keeper while it writes: float32 weights, two moments of those that are trained (Muon
-    keeps one: less), the draft."""
-    return 4 * parameters + 8 * trainable + 2 * parameters
+def checkpoint_bytes(parameters: int, moments_bytes: int, dtype: torch.dtype) -> int:
+    """Of a checkpoint, but for some kB and the word map, and the host memory of a Keeper while it writes: float32
+    weights, their moments, the draft in its dtype."""
+    return (4 + dtype.itemsize) * parameters + moments_bytes
 
 
 def newest(folder: Path) -> Path | None:
@@ -234,15 +234,16 @@ def restore(path: Path, draft: Draft, optimizer: torch.optim.Optimizer, rank: in
         with torch.no_grad():
             for name, parameter in draft.named_parameters():
                 parameter.copy_(part(tensors[f"weight/{name}"], parameter))
-                saved = {key: tensors[f"{key}/{name}"] for key in KEPT if f"{key}/{name}" in tensors}
-                if not parameter.requires_grad or (progress.skipped and not saved):
+                there = any(f"{key}/{name}" in tensors for key in KEPT)
+                if not parameter.requires_grad or (progress.skipped and not there):
                     continue
-                state = {key: saved[key] for key in keeps(optimizer, parameter)}
-                if keeps_here(optimizer, parameter):
-                    optimizer.state[parameter] = {  # the fused AdamW wants its step counter beside the weights, too
-                        key: value.to(parameter.device) if key == "step" else part(value, parameter)
-                        for key, value in state.items()
-                    }
+                saved = {key: tensors[f"{key}/{name}"] for key in moment_names(optimizer, parameter)}
+                if not owns(optimizer, parameter):
+                    continue
+                optimizer.state[parameter] = {  # the fused AdamW wants its step counter beside the weights, too
+                    key: value.to(parameter.device) if key == "step" else part(value, parameter)
+                    for key, value in saved.items()
+                }
         _restore_random(path / "trainer/random.safetensors", rank)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise InputError(f"train: {path} cannot be resumed ({error}). Remove it: the one before it is used") from None
@@ -265,5 +266,5 @@ def trainer_tensors(draft: Draft, optimizer: torch.optim.Optimizer) -> Iterator[
     """
     for name, parameter in draft.named_parameters():
         yield f"weight/{name}", full(parameter.detach())
-        for key, value in kept(optimizer, parameter).items():
+        for key, value in moments(optimizer, parameter).items():
             yield f"{key}/{name}", full(value.detach())

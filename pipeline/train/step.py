@@ -18,7 +18,7 @@ from pipeline.stop import StopSignals
 from pipeline.store import Shard, claim, exclusive, finish, release, require_space
 from pipeline.store.states import StatesReader
 from pipeline.target import Target
-from pipeline.train.checkpoint import Keeper, Progress, newest, restore, trainer_tensors
+from pipeline.train.checkpoint import Keeper, Progress, checkpoint_bytes, newest, restore, trainer_tensors
 from pipeline.train.data import Rows, split_by_conversation
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.init_from import begin_from, fingerprint
@@ -26,6 +26,7 @@ from pipeline.train.launch import NOTICE
 from pipeline.train.loop import Place, Trainer
 from pipeline.train.loss import TargetHead, frozen_dtype
 from pipeline.train.machines import TIMEOUT, refuse_unequal
+from pipeline.train.optimizer import moments_bytes
 from pipeline.train.randomness import gathered, seed_all
 from pipeline.train.report import Reporter
 from pipeline.train.sharding import is_sharded
@@ -116,10 +117,6 @@ def _train(
             print("\n".join(said), file=sys.stderr)
     draft.to(place.device)
     size = sum(parameter.numel() for parameter in draft.parameters())
-    if place.first:
-        trained = size - (0 if section.train_lm_head else draft.lm_head.weight.numel())
-        one = (4 + target.dtype.itemsize) * size + 8 * trained  # weights, the draft, two moments
-        require_space(folder, one * (section.keep_checkpoints + 2), "train")
 
     def rows(samples: list[int]) -> Rows:
         return Rows(reader, samples, section.tokens_per_row, config.seed, section.rows_per_step)
@@ -135,6 +132,9 @@ def _train(
         config.seed,
         sharded=sharded,
     )
+    if place.first:
+        one = checkpoint_bytes(size, moments_bytes(trainer.optimizer), target.dtype)
+        require_space(folder, one * (section.keep_checkpoints + 2), "train")
     seed_all(config.seed, place.rank)
     start = newest(folder)
     progress = restore(start, draft, trainer.optimizer, place.rank) if start else Progress()
@@ -153,9 +153,9 @@ def _train(
             keeper(draft, trainer.optimizer, now, generators)
         else:
             for _ in trainer_tensors(draft, trainer.optimizer):
-                pass  # what is sharded is gathered by all
+                pass  # what is sharded or shared out is gathered by all
 
-    def told(kind: str, metrics: dict[str, float], now: Progress) -> None:
+    def report_and_check(kind: str, metrics: dict[str, float], now: Progress) -> None:
         report(kind, metrics, now)
         keeper.check()
 
@@ -170,7 +170,7 @@ def _train(
             report.say(f"train  compiled in {clock(trainer.compile())}")
         with stop.in_hand():  # until all is written, too
             try:
-                trainer.run(progress, save, told, stop)
+                trainer.run(progress, save, report_and_check, stop)
                 keeper.wait(last=True)
             except Stopped:
                 keeper.wait()

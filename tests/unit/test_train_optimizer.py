@@ -98,6 +98,10 @@ def test_replicas_share_out_muons_matrices_and_step_as_one(tmp_path):
             got = load_file(tmp_path / f"{rank}/{name}.safetensors")
             assert got.keys() == want.keys()
             assert all(torch.equal(got[key], want[key]) for key in got), (rank, name)
+    one = shared_trainer(tmp_path)
+    restore(tmp_path / "checkpoint", one.draft, one.optimizer)
+    step(one, 2)
+    assert all(torch.equal(tensor, after_three[key]) for key, tensor in trainer_tensors(one.draft, one.optimizer))
     for name in ("trained", "restored"):
         kept = [json.loads((tmp_path / f"{rank}/{name}.json").read_text()) for rank in range(processes)]
         assert all(kept)
@@ -108,11 +112,7 @@ def test_replicas_share_out_muons_matrices_and_step_as_one(tmp_path):
 
 def test_the_most_work_goes_first_to_the_one_with_the_least():
     shapes = [(8, 16), (2, 2), (16, 8), (4, 8), (8, 8)]
-    owners = shared_out([torch.empty(shape) for shape in shapes], 2)
-    assert owners[0] != owners[2]
-    work = [2 * min(s) ** 2 * max(s) + min(s) ** 3 for s in shapes]
-    loads = [sum(w for w, owner in zip(work, owners, strict=True) if owner == rank) for rank in range(2)]
-    assert max(loads) - min(loads) <= max(work[1], work[3], work[4])
+    assert shared_out([torch.empty(shape) for shape in shapes], 2) == [0, 1, 1, 1, 0]
     assert set(shared_out([torch.empty(4, 4)] * 3, 8)) == {0, 1, 2}
 
 
@@ -197,6 +197,7 @@ def test_the_forecast_counts_one_moment_of_muons_weights(tmp_path):
     assert muon.total < adamw.total
 
     two = memory(2, optimizer="muon")
-    assert (two.moments, two.matrices) == (muon.optimizer, inside)
+    assert two.matrices == inside
+    assert two.moments == pytest.approx(muon.optimizer, rel=1e-3)
     assert muon.optimizer - two.optimizer == pytest.approx(4 * inside / 2, rel=0.1)
-    assert sharded_memory(two, 2).optimizer == muon.optimizer // 2
+    assert sharded_memory(two, 2).optimizer == pytest.approx(muon.optimizer / 2, rel=1e-3)

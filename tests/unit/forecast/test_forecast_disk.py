@@ -66,9 +66,9 @@ def test_hidden_states_are_known_to_a_hundredth_before(tmp_path: Path):
     assert forecast == pytest.approx(write_hidden(config, target, torch.bfloat16), rel=0.01)
 
 
-@pytest.mark.parametrize("train_lm_head", [True, False])
-def test_checkpoints_are_known_to_a_hundredth(tmp_path: Path, train_lm_head):
-    config, target = small_run(tmp_path, train_lm_head=train_lm_head, epochs=1, checkpoint_steps=1, keep_checkpoints=1)
+@pytest.mark.parametrize("train", [{}, {"train_lm_head": False}, {"optimizer": "muon"}])
+def test_checkpoints_are_known_to_a_hundredth(tmp_path: Path, train):
+    config, target = small_run(tmp_path, **train, epochs=1, checkpoint_steps=1, keep_checkpoints=1)
     memory = training_memory(config, target, 1)
     trainer, folder = make_trainer(config, target), tmp_path / "checkpoints"
     folder.mkdir()

@@ -156,6 +156,22 @@ def test_gradients_take_their_way_over_the_links(kimi, capsys, rows, steps, shar
     assert "of a step of" not in out, "it is not known how long a step is"
 
 
+def test_muons_matrices_take_theirs_too(kimi, capsys):
+    """961,544,192 of those weights, once more over a link: 0.1023 s."""
+    flags = {"train.rows_per_step": 8, "train.tokens_per_row": 4096, "train.validation_share": 0.01,
+             "forecast.tokens_per_sample": 1200, "forecast.train_tokens_per_s": 48_000,
+             "train.optimizer": "muon"}  # fmt: skip
+    given = [str(part) for key, value in flags.items() for part in (f"--{key}", value)]
+    assert main([*kimi, *given]) == 0
+    assert (
+        " 0.22 s at 37.6 GB/s\n"
+        "                     matrices, from the one that Muon stepped each in: 3.8 GB a step, 0.10 s\n"
+        "                     47 % of a step of 0.68 s (rows in each: 1), 1 h 18 in all;"
+    ) in capsys.readouterr().out
+    main([*kimi, *given, "--train.sharding", "full"])
+    assert "Muon" not in capsys.readouterr().out
+
+
 def test_rates_of_kimi_are_not_another_targets(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     path = tmp_path / "run.toml"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.forecast.traffic import all_reduce, broadcast_s
+from pipeline.forecast.traffic import all_reduce
 from pipeline.forecast.training import training_memory
 from tests.forecasting import small_run
 
@@ -27,10 +27,6 @@ def test_bytes_and_seconds_of_a_step(trainable, processes, gb_per_s, link_bytes,
     assert cost.link_bytes == link_bytes
     assert cost.seconds == pytest.approx(seconds, rel=1e-3)
     assert cost.hidden_s == 0, "without rows for words all gradients come at the end"
-
-
-def test_muons_matrices_travel_once_more():
-    assert broadcast_s(10**9, 40) == pytest.approx(0.1)
 
 
 def test_only_the_words_gradients_come_before_the_end():
