@@ -27,7 +27,7 @@ TRAIN = {
     "noise": 0.05, "checkpoint_steps": 2, "tracker": "tensorboard", "processes": 1,
 }  # fmt: skip
 CHECKPOINT = "step-00000002"
-START_S, END_S = 200, 60
+START_S, END_S = 200, 120
 """More than a busy machine needs until all are at work; what the end of the others may take: nobody waits a timeout."""
 LOST, GOES_ON = "has lost the others (", "train: stopped. Run it again: it goes on"
 
