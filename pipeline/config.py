@@ -175,7 +175,7 @@ class TrainSection(Section):
     """`muon`: Muon on the matrices inside the draft, AdamW on norms and output rows, as in speculators 0.9.0. It keeps
     4 bytes less of a weight there, and computes five Newton-Schulz iterations on each matrix at every step: for a draft
     of Kimi-K2.5's sizes 0.28 s on an H200, where a row of 8,192 tokens takes 0.18 s. Several processes with replicas
-    share that out, and the moments, for as many float32 matrices sent once more; `forecast` says how much."""
+    share out this work and the moments, and send each other the matrices; `forecast` says how much that is."""
     muon_weight_decay: float = Field(default=0.1, ge=0)
     """Muon's weight decay (0.1 in speculators, too)."""
     learning_rate: float = Field(default=1e-4, gt=0)

@@ -1,7 +1,5 @@
 """The step `extract`: plan, resume, capture, check, write, in this order."""
 
-import errno
-import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.config import Run
-from pipeline.errors import InputError, Stopped, UserError
+from pipeline.errors import Stopped, UserError
 from pipeline.extract import engines
 from pipeline.extract.check import Expected, check_captured
 from pipeline.extract.engines import Captured
@@ -33,16 +31,13 @@ from pipeline.extract.space import require_memory, require_room
 from pipeline.extract.stop import ShardSignals
 from pipeline.extract.versions import engine_versions
 from pipeline.progress import clock, scaled
-from pipeline.store import Manifest, Shard, claim, finish, read_manifest, release, run_key
+from pipeline.store import Manifest, Shard, claim, finish, read_manifest, release, run_key, writing
 from pipeline.store.dtypes import is_encoded
 from pipeline.store.json_lines import JsonLines
 from pipeline.store.records import remove_records
 from pipeline.store.samples import Sample
 from pipeline.store.states import write_states
 from pipeline.target import Target
-
-CANNOT_WRITE = {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE}
-"""What a disk answers that is broken, read-only, or another user's."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class Job:
 def extract(config: Run) -> None:
     """Make hidden/ of this run, or a part of it, or what is left of that."""
     job = job_of(config)
-    with ShardSignals() as stop, _writing(job.folder), held(job.folder, job.part):
+    with ShardSignals() as stop, writing(job.folder, "extract"), held(job.folder, job.part):
         with claiming(job.folder, job.part):
             manifest = claim(job.folder, "extract", job.inputs)
             if manifest and _is_whole(job.folder, manifest):
@@ -90,22 +85,6 @@ def extract(config: Run) -> None:
             if job.part.is_whole and not any(job.folder.glob("shard-*.safetensors*")):
                 release(job.folder)  # nothing to keep: another attempt may have other settings
             raise
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Raise InputError for a disk that does not take what is written. (A full one is told by the command line.)"""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in CANNOT_WRITE:
-            raise
-        where = Path(os.fsdecode(error.filename or folder))
-        what = "written" if where.is_relative_to(folder) else "read or written"
-        raise InputError(
-            f"extract: {where} cannot be {what} ({error.strerror or error}). What is finished is kept; "
-            "see to the disk or its permissions, then run it again: it goes on"
-        ) from error
 
 
 def _extract(job: Job, stop: ShardSignals) -> None:

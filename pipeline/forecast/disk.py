@@ -17,7 +17,7 @@ from pipeline.preflight.inputs import local_folder, weight_bytes
 from pipeline.store.records import DAMAGED
 from pipeline.store.states import shard_bytes
 from pipeline.target import Target, is_hub_name
-from pipeline.train import checkpoint
+from pipeline.train.checkpoint import snapshot_bytes
 
 PREPARED_BYTES_PER_TOKEN = 4.2
 """At most: an id of 4 bytes and a bit of the mask, before compression; some bits for what Parquet adds."""
@@ -58,7 +58,7 @@ def checkpoint_bytes(config: Run, target: Target, memory: TrainingMemory) -> int
     """One folder step-N: the draft in the target's dtype with its word map, weights and moments in float32."""
     words = config.vocab.draft_vocab_size
     word_map = 0 if words >= target.vocab_size else 8 * words + target.vocab_size
-    tensors = checkpoint.checkpoint_bytes(memory.parameters, memory.moments, target.dtype)
+    tensors = snapshot_bytes(memory.parameters, memory.moments, target.dtype)
     return tensors + word_map + CHECKPOINT_OVERHEAD_BYTES
 
 

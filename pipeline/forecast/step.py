@@ -20,7 +20,7 @@ from pipeline.prepare.regenerate import BATCHED_TOKENS
 from pipeline.progress import clock
 from pipeline.store.dtypes import Stored, stored_dtype
 from pipeline.target import Target
-from pipeline.train.checkpoint import checkpoint_bytes
+from pipeline.train.checkpoint import snapshot_bytes
 from pipeline.train.data import pinned_row_bytes
 from pipeline.train.loop import VALIDATION_AHEAD
 from pipeline.train.sharding import is_sharded
@@ -294,7 +294,7 @@ def _training_host_rows(facts: Forecast) -> Rows:
     row = pinned_row_bytes(train.tokens_per_row, AUX_LAYERS, target.hidden_size, target.dtype.itemsize)
     ahead = train.prefetch_rows + min(train.prefetch_rows, VALIDATION_AHEAD)
     rows = facts.processes * max(1, ahead) * row
-    saved = checkpoint_bytes(memory.parameters, memory.moments, target.dtype)
+    saved = snapshot_bytes(memory.parameters, memory.moments, target.dtype)
     return [
         ("train", _gb(rows + saved)),
         ("", f"processes: {facts.processes}, rows ahead in each: {ahead} of {_gb(row)}; a checkpoint {_gb(saved)}"),

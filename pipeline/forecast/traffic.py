@@ -8,8 +8,8 @@ hundred bytes.
 
 from dataclasses import dataclass
 
-GRADIENT_BYTES = 4
-"""Of a weight: gradients are float32 whatever autocast says."""
+GRADIENT_BYTES = WEIGHT_BYTES = 4
+"""Both are float32 whatever autocast says."""
 
 
 @dataclass(frozen=True)
@@ -37,4 +37,4 @@ def all_reduce(trainable: int, output_rows: int, processes: int, gb_per_s: float
 
 def broadcast_s(weights: int, gb_per_s: float) -> float:
     """Seconds of a step in which replicas send each other the float32 weights that one has stepped for all (Muon's)."""
-    return 4 * weights / (gb_per_s * 1e9)
+    return WEIGHT_BYTES * weights / (gb_per_s * 1e9)

@@ -5,7 +5,15 @@ is written last. While a step works, `plan.json` says with which settings, so th
 other settings is refused before it touches anything.
 """
 
-from pipeline.store.atomic import atomic_folder, atomic_path, file_sha256, require_space, write_bytes, write_json
+from pipeline.store.atomic import (
+    atomic_folder,
+    atomic_path,
+    file_sha256,
+    require_space,
+    write_bytes,
+    write_json,
+    writing,
+)
 from pipeline.store.locks import exclusive, exclusive_part, remove_part_locks, waiting
 from pipeline.store.manifest import Manifest, Shard, claim, finish, read_manifest, release, run_key, verify
 
@@ -28,4 +36,5 @@ __all__ = [
     "waiting",
     "write_bytes",
     "write_json",
+    "writing",
 ]

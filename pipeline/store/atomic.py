@@ -1,5 +1,6 @@
 """Files that are whole or absent, whatever happens while they are written."""
 
+import errno
 import hashlib
 import json
 import os
@@ -9,7 +10,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import SpaceError
+from pipeline.errors import InputError, SpaceError
+
+CANNOT_WRITE = {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE}
+"""What a disk answers that is broken, read-only, or another user's."""
+
+
+@contextmanager
+def writing(folder: Path, step: str) -> Iterator[None]:
+    """Raise InputError for a disk that does not take what is written. (A full one is told by the command line.)"""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        where = Path(os.fsdecode(error.filename or folder))
+        what = "written" if where.is_relative_to(folder) else "read or written"
+        raise InputError(
+            f"{step}: {where} cannot be {what} ({error.strerror or error}). What is finished is kept; "
+            "see to the disk or its permissions, then run it again: it goes on"
+        ) from error
 
 
 @contextmanager

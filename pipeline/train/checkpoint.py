@@ -62,7 +62,7 @@ class Keeper:
     """Writes checkpoints of a run, points `best` and `last` to the right ones and removes old ones.
 
     The first process has it; the others go through `trainer_tensors` when it saves. Within a `with` block, whose end
-    waits for what is being written. Host memory: `checkpoint_bytes` at the first save, kept from then on, and the draft
+    waits for what is being written. Host memory: `snapshot_bytes` at the first save, kept from then on, and the draft
     in its own dtype while it is written.
     """
 
@@ -211,9 +211,9 @@ class Keeper:
         temporary.replace(self.folder / name)
 
 
-def checkpoint_bytes(parameters: int, moments_bytes: int, dtype: torch.dtype) -> int:
-    """Of a checkpoint, but for some kB and the word map, and the host memory of a Keeper while it writes: float32
-    weights, their moments, the draft in its dtype."""
+def snapshot_bytes(parameters: int, moments_bytes: int, dtype: torch.dtype) -> int:
+    """Host memory of a Keeper while it writes, and what it writes but for the word map and some kB: float32 weights,
+    their moments, the draft in its dtype."""
     return (4 + dtype.itemsize) * parameters + moments_bytes
 
 

@@ -15,10 +15,10 @@ from pipeline.errors import ConfigError, InputError, Stopped, UserError
 from pipeline.forecast.training import fits, training_memory
 from pipeline.progress import clock
 from pipeline.stop import StopSignals
-from pipeline.store import Shard, claim, exclusive, finish, release, require_space
+from pipeline.store import Shard, claim, exclusive, finish, release, require_space, writing
 from pipeline.store.states import StatesReader
 from pipeline.target import Target
-from pipeline.train.checkpoint import Keeper, Progress, checkpoint_bytes, newest, restore, trainer_tensors
+from pipeline.train.checkpoint import Keeper, Progress, newest, restore, snapshot_bytes, trainer_tensors
 from pipeline.train.data import Rows, split_by_conversation
 from pipeline.train.draft import Draft, draft_config
 from pipeline.train.init_from import begin_from, fingerprint
@@ -54,6 +54,7 @@ def run(config: Run) -> None:
         target, reader = Target(config.target), StatesReader(config.folder("hidden"))
         maps = load_map(config.folder("vocab"))
         inputs, done = _inputs(config, reader), None
+        stack.enter_context(writing(folder, "train"))
         start = newest(folder)
         refuse_unequal(place.world, inputs, start.name if start else None)
         if place.first:
@@ -66,7 +67,7 @@ def run(config: Run) -> None:
             return
         try:
             totals = _train(config, place, target, reader, maps, folder, stop)
-        except UserError:
+        except (UserError, OSError):
             if place.first and newest(folder) is None:
                 release(folder)  # settings that did not work claim no folder
             raise
@@ -133,7 +134,7 @@ def _train(
         sharded=sharded,
     )
     if place.first:
-        one = checkpoint_bytes(size, moments_bytes(trainer.optimizer), target.dtype)
+        one = snapshot_bytes(size, moments_bytes(trainer.optimizer), target.dtype)
         require_space(folder, one * (section.keep_checkpoints + 2), "train")
     seed_all(config.seed, place.rank)
     start = newest(folder)

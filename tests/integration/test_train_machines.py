@@ -27,7 +27,7 @@ TRAIN = {
     "noise": 0.05, "checkpoint_steps": 2, "tracker": "tensorboard", "processes": 1,
 }  # fmt: skip
 CHECKPOINT = "step-00000002"
-START_S, END_S = 200, 120
+START_S, END_S = 200, 60
 """More than a busy machine needs until all are at work; what the end of the others may take: nobody waits a timeout."""
 LOST, GOES_ON = "has lost the others (", "train: stopped. Run it again: it goes on"
 
@@ -82,8 +82,11 @@ def finish(processes: list[subprocess.Popen[str]], limit_s: float) -> list[Ended
         try:
             out, said = process.communicate(timeout=max(1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            kill_all(process.pid)
-            pytest.fail(f"still running after {limit_s} s: {process.communicate()[1][-2000:]}")
+            left = processes[len(ended) :]
+            for one in left:
+                kill_all(one.pid)
+            said = [one.communicate()[1][-2000:] for one in left]
+            pytest.fail(f"still running after {limit_s} s: {'; '.join(said)}")
         ended.append(Ended(process.returncode, out, said))
     return ended
 

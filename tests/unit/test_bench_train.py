@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import train
+from benchmarks.command import machine
 from benchmarks.training import TINY, Setting, make_row, operations
 from pipeline.train.loss import supervised_at
 
@@ -39,15 +40,33 @@ def test_operations_by_hand():
 
 
 def test_it_runs_on_a_machine_without_a_gpu(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.train", "--tiny", "--repeat", "1", "--steps", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.train",
+        "--tiny",
+        "--repeat",
+        "1",
+        "--steps",
+        "2",
+        "--optimizer",
+        "muon",
+    ]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "figures.jsonl")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "aerie" in done.stdout
+    assert "parameters trained by muon" in done.stdout
     assert (tmp_path / "figures.jsonl").read_text().count("\n") == 1
     done = subprocess.run([*command, "--reference", str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("holds no folder speculators")) == (2, 1)
+
+
+def test_it_needs_no_vllm(monkeypatch):
+    """Nor does what it writes of the machine."""
+    monkeypatch.setattr("pipeline.patching.DISTRIBUTIONS", {"vllm": ("no-such-distribution",)})
+    assert machine()["vllm"] is None
 
 
 def test_what_was_not_measured_is_not_met(monkeypatch):
