@@ -187,6 +187,8 @@ def _wait(workers: list[_Worker], signals: _Signals) -> None:
     running = workers
     while running and not signals.received:
         connection.wait([thing for worker in running for thing in worker.waits_for], timeout=POLL_S)
+        if signals.received:
+            return  # which ended some of them as well, where it went to all of a terminal: no fault of theirs
         for worker in running:
             worker.look()
         if any(worker.fault for worker in running):
