@@ -33,6 +33,7 @@ import torch
 from benchmarks.command import Formatter, count, machine
 from pipeline.errors import UserError
 from pipeline.store import claim, finish, require_space, run_key
+from pipeline.store.dtypes import stored_dtype
 from pipeline.store.samples import Sample
 from pipeline.store.states import StatesReader, shard_bytes, write_states
 from pipeline.train.data import Row, Rows, row_bytes
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    size = row_bytes(options.row_tokens, len(AUX_LAYERS), options.hidden_size, 2)
+    size = row_bytes(options.row_tokens, len(AUX_LAYERS), options.hidden_size, stored_dtype("bfloat16", None))
     print(f"a row of {options.row_tokens:,} tokens: {size / 1e6:,.0f} MB; {len(os.sched_getaffinity(0))} cores")
     if options.json:
         said = {"benchmark": "load", "machine": machine(), "runs": [asdict(run) for run in runs]}

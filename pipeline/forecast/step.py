@@ -291,7 +291,7 @@ def _host_rows(facts: Forecast) -> Rows:
 
 def _training_host_rows(facts: Forecast) -> Rows:
     train, target, memory = facts.config.train, facts.target, facts.training
-    row = pinned_row_bytes(train.tokens_per_row, AUX_LAYERS, target.hidden_size, target.dtype.itemsize)
+    row = pinned_row_bytes(train.tokens_per_row, AUX_LAYERS, target.hidden_size, facts.stored)
     ahead = train.prefetch_rows + min(train.prefetch_rows, VALIDATION_AHEAD)
     rows = facts.processes * max(1, ahead) * row
     saved = snapshot_bytes(memory.parameters, memory.moments, target.dtype)

@@ -14,6 +14,7 @@ import torch
 from pipeline.config import Run
 from pipeline.forecast.engine_memory import GIB
 from pipeline.forecast.ledger import Ledger
+from pipeline.store.dtypes import is_encoded, stored_dtype
 from pipeline.target import Head, Target
 from pipeline.train.checkpoint import Progress
 from pipeline.train.data import Row, empty_row, row_bytes, without_data
@@ -77,8 +78,8 @@ class FullRows:
         """This process's rows of a step."""
         return [[n] for n in range(self.rows)]
 
-    def room(self, *, pinned: bool = False) -> Row:
-        """Memory for a row."""
+    def room(self, *, stored: bool = False, pinned: bool = False) -> Row:
+        """Memory for a row; states are stored as they are."""
         return empty_row(self.row_tokens, AUX_LAYERS, self.hidden_size, self.dtype, pinned)
 
     def load(self, row: list[int], room: Row | None = None) -> Row:
@@ -157,10 +158,14 @@ def sharded_memory(replica: TrainingMemory, processes: int) -> TrainingMemory:
 
 
 def _next_row_bytes(config: Run, target: Target) -> int:
-    """The row that is copied to the GPU while another is computed on (pipeline.train.loader)."""
+    """The row that is copied to the GPU while another is computed on (pipeline.train.loader); as it is stored,
+    too, where it is decoded there."""
     if config.train.prefetch_rows == 0:
         return 0
-    return row_bytes(config.train.tokens_per_row, AUX_LAYERS, target.hidden_size, target.dtype.itemsize)
+    sizes = config.train.tokens_per_row, AUX_LAYERS, target.hidden_size
+    dtype, store_dtype = config.target.dtype, config.extract.store_dtype
+    as_stored = row_bytes(*sizes, stored_dtype(dtype, store_dtype)) if is_encoded(dtype, store_dtype) else 0
+    return as_stored + row_bytes(*sizes, stored_dtype(dtype, None))
 
 
 def _head(target: Target, dtype: torch.dtype) -> Head:

@@ -59,10 +59,12 @@ def decode(
 ) -> torch.Tensor:
     """States of `dtype` [..., H] from what `encode_in_place` returned. A half type rounds them once more.
 
-    With `out`, contiguous and of the same shape and `dtype`, they are put there.
+    With `out`, contiguous and of the same shape and `dtype`, they are put there. Every device makes the same of them.
     """
     if scales is None:
         return numbers.to(dtype) if out is None else out.copy_(numbers)
+    if numbers.device.type != "cpu":
+        return _decode_in_two_passes(numbers, scales, torch.empty_like(numbers, dtype=dtype) if out is None else out)
     bytes_RH, scales_R = numbers.view(torch.int8).view(-1, numbers.shape[-1]), scales.view(-1)
     states_RH = torch.empty(bytes_RH.shape, dtype=dtype) if out is None else out.view(bytes_RH.shape)
     bits, values = _room(bytes_RH, torch.int16), _room(bytes_RH, torch.float32)
@@ -73,6 +75,12 @@ def decode(
         values_BH = values[: len(bits_BH)].copy_(bits_BH.view(torch.float16)).mul_(F16_FROM_E4M3)
         states_RH[block].copy_(values_BH.mul_(scales_R[block, None]))
     return states_RH.view(numbers.shape)
+
+
+def _decode_in_two_passes(numbers: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """For a GPU, which converts as fast as it reads. `out` is all the memory: every type of states holds each number
+    exactly. A half type is multiplied as float32 and rounded once, as in blocks."""
+    return torch.mul(out.copy_(numbers), scales[..., None], out=out)
 
 
 def _scales(values_BH: torch.Tensor, room_BH: torch.Tensor) -> torch.Tensor:

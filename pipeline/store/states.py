@@ -193,6 +193,11 @@ class StatesReader:
         self.conversation_ids = [i for part in self._parts for i in part.header.conversation_ids]
 
     @property
+    def stored(self) -> torch.dtype:
+        """What the files hold states as: `extract.store_dtype`, of all the same."""
+        return self._parts[0].places["aux_hidden_states"].dtype
+
+    @property
     def num_samples(self) -> int:
         return self._first_N[-1]
 
@@ -211,12 +216,19 @@ class StatesReader:
         part = self._parts[number]
         return part.header.sample_ids[row], part.path
 
-    def read_into(self, index: int, aux_SLH: torch.Tensor, last_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_into(
+        self,
+        index: int,
+        aux_SLH: torch.Tensor,
+        last_SH: torch.Tensor,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the states of sample `index` to where they are wanted; returns its `input_ids_S` and `loss_mask_S`.
 
-        The tensors, on the CPU and contiguous, have the sample's shape and the run's dtype. States go from the kernel
-        to them without a copy between (fp8: by way of as many bytes as the file has), and several threads may read
-        at once: nothing is mapped or kept open, and neither reading nor decoding holds Python's lock. Raises
+        The tensors, on the CPU and contiguous, have the sample's shape and the run's dtype; or the `stored` one, and
+        `scales` [S, L] and [S] of fp8, to be decoded later. States go from the kernel to them without a copy between
+        (fp8 that is decoded here: by way of as many bytes as the file has), and several threads may read at once:
+        nothing is mapped or kept open, and neither reading nor decoding holds Python's lock. Raises
         InputError, naming sample and file, where the file cannot be read or has become shorter (a mapped one that does
         would end the process).
         """
@@ -227,8 +239,8 @@ class StatesReader:
         try:
             descriptor = os.open(part.path, os.O_RDONLY)
             try:
-                for name, states in (("aux", aux_SLH), ("last", last_SH)):
-                    _read_states(descriptor, part, name, first, states)
+                _read_states(descriptor, part, "aux", first, aux_SLH, scales and scales[0])
+                _read_states(descriptor, part, "last", first, last_SH, scales and scales[1])
                 ids = torch.empty(end - first, dtype=torch.int32)
                 mask = torch.empty(end - first, dtype=torch.bool)
                 _read_rows(descriptor, part, "input_ids", first, ids)
@@ -250,15 +262,19 @@ class StatesReader:
         return number, index - self._first_N[number]
 
 
-def _read_states(descriptor: int, part: _Part, name: str, first: int, states: torch.Tensor) -> None:
+def _read_states(
+    descriptor: int, part: _Part, name: str, first: int, states: torch.Tensor, scales: torch.Tensor | None
+) -> None:
     """Rows from `first` on of `name`'s states, decoded where they are stored as something else."""
     stored = part.places[f"{name}_hidden_states"][1]
     if stored == states.dtype:
         _read_rows(descriptor, part, f"{name}_hidden_states", first, states)
+        if stored == FP8:
+            assert scales is not None, "without them they could not be decoded"
+            _read_rows(descriptor, part, f"{name}_scales", first, scales)
         return
     numbers = torch.empty(states.shape, dtype=stored)
     _read_rows(descriptor, part, f"{name}_hidden_states", first, numbers)
-    scales = None
     if stored == FP8:
         scales = torch.empty(states.shape[:-1], dtype=torch.float32)
         _read_rows(descriptor, part, f"{name}_scales", first, scales)

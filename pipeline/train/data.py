@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import InputError
+from pipeline.store.dtypes import Stored
+from pipeline.store.encoding import FP8, decode
 from pipeline.store.states import StatesReader
 
 PADDING = -1
@@ -32,12 +34,23 @@ class Row:
     aux_RLH: Tensor
     last_RH: Tensor
     documents: list[tuple[int, int]]
+    aux_scales_RL: Tensor | None = None
+    """With `last_scales_R`, of states that are as they were stored in fp8: see `decoded`."""
+    last_scales_R: Tensor | None = None
 
     def to(self, device: torch.device) -> "Row":
         """The same row on a device. To a GPU the copies are only begun; from one they are done."""
         begun = device.type != "cpu"
         moved = {k: v.to(device, non_blocking=begun) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return Row(**moved, documents=self.documents)
+
+    def decoded(self, dtype: torch.dtype) -> "Row":
+        """The same row with states of `dtype`, if they are as they were stored."""
+        if self.aux_RLH.dtype == dtype:
+            return self
+        aux_RLH = decode(self.aux_RLH, self.aux_scales_RL, dtype)
+        last_RH = decode(self.last_RH, self.last_scales_R, dtype)
+        return replace(self, aux_RLH=aux_RLH, last_RH=last_RH, aux_scales_RL=None, last_scales_R=None)
 
 
 def split_by_conversation(conversation_ids: list[str], share: float, seed: int) -> tuple[list[int], list[int]]:
@@ -108,15 +121,20 @@ class Rows:
         """Read a row's samples and lay them out, in `room` where one is given."""
         return lay_out(self.reader, row, room or self.room())
 
-    def room(self, *, pinned: bool = False) -> Row:
-        """Memory for a row: `row_bytes` of it. `pinned`: a GPU copies from it while everything else goes on."""
-        totals = self.reader.manifest.totals
-        dtype = getattr(torch, totals["dtype"])
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a row's states."""
+        return getattr(torch, self.reader.manifest.totals["dtype"])
+
+    def room(self, *, stored: bool = False, pinned: bool = False) -> Row:
+        """Memory for a row: `row_bytes` of it. `stored`: for states as they are stored, to be `decoded` later.
+        `pinned`: a GPU copies from it while everything else goes on."""
+        totals, dtype = self.reader.manifest.totals, self.reader.stored if stored else self.dtype
         return empty_row(self.row_length, len(totals["aux_layers"]), totals["hidden_size"], dtype, pinned)
 
 
 def empty_row(tokens: int, layers: int, hidden: int, dtype: torch.dtype, pinned: bool = False) -> Row:
-    """A row of `tokens` with nothing in it yet, not even zeros."""
+    """A row of `tokens` with nothing in it yet, not even zeros. Of fp8, with room for scales."""
 
     def empty(*shape: int, of: torch.dtype = torch.long) -> Tensor:
         return torch.empty(shape, dtype=of, pin_memory=pinned)
@@ -129,6 +147,8 @@ def empty_row(tokens: int, layers: int, hidden: int, dtype: torch.dtype, pinned:
         empty(tokens, layers, hidden, of=dtype),
         empty(tokens, hidden, of=dtype),
         [],
+        empty(tokens, layers, of=torch.float32) if dtype == FP8 else None,
+        empty(tokens, of=torch.float32) if dtype == FP8 else None,
     )
 
 
@@ -144,20 +164,20 @@ def without_data(room: Row, documents: list[tuple[int, int]]) -> Row:
     return row
 
 
-def row_bytes(tokens: int, layers: int, hidden: int, item_bytes: int) -> int:
-    """What a row takes: states of `item_bytes` a number, and 25 bytes a token for ids, positions, documents, mask."""
-    return sum(_parts_bytes(tokens, layers, hidden, item_bytes))
+def row_bytes(tokens: int, layers: int, hidden: int, stored: Stored) -> int:
+    """What a row takes: its states, and 25 bytes a token for ids, positions, documents, mask."""
+    return sum(_parts_bytes(tokens, layers, hidden, stored))
 
 
-def pinned_row_bytes(tokens: int, layers: int, hidden: int, item_bytes: int) -> int:
+def pinned_row_bytes(tokens: int, layers: int, hidden: int, stored: Stored) -> int:
     """What it takes in pinned memory: PyTorch rounds each tensor's up to a power of two (CachingHostAllocator.h)."""
-    return sum(1 << (size - 1).bit_length() for size in _parts_bytes(tokens, layers, hidden, item_bytes))
+    return sum(1 << (size - 1).bit_length() for size in _parts_bytes(tokens, layers, hidden, stored) if size)
 
 
-def _parts_bytes(tokens: int, layers: int, hidden: int, item_bytes: int) -> list[int]:
+def _parts_bytes(tokens: int, layers: int, hidden: int, stored: Stored) -> list[int]:
     """Of a row's tensors, in their order."""
-    state = tokens * hidden * item_bytes
-    return [8 * tokens, 8 * tokens, 8 * tokens, tokens, layers * state, state]
+    state, scale = tokens * hidden * stored.item_bytes, tokens * stored.scale_bytes
+    return [8 * tokens, 8 * tokens, 8 * tokens, tokens, layers * state, state, layers * scale, scale]
 
 
 def lay_out(reader: StatesReader, samples: list[int], room: Row) -> Row:
@@ -167,7 +187,10 @@ def lay_out(reader: StatesReader, samples: list[int], room: Row) -> Row:
     for number, index in enumerate(samples):
         size = int(reader.lengths_N[index])
         place = slice(start, start + size)
-        input_ids_S, loss_mask_S = reader.read_into(index, row.aux_RLH[place], row.last_RH[place])
+        scales = None
+        if row.aux_scales_RL is not None and row.last_scales_R is not None:
+            scales = row.aux_scales_RL[place], row.last_scales_R[place]
+        input_ids_S, loss_mask_S = reader.read_into(index, row.aux_RLH[place], row.last_RH[place], scales)
         row.tokens_R[place] = input_ids_S
         row.positions_R[place] = torch.arange(size)
         row.document_R[place] = number
@@ -175,9 +198,9 @@ def lay_out(reader: StatesReader, samples: list[int], room: Row) -> Row:
         row.supervised_R[start + size - 1] = False
         row.documents.append((start, start + size))
         start += size
-    for values in (row.tokens_R, row.positions_R, row.supervised_R, row.aux_RLH, row.last_RH):
-        values[start:] = 0
-    row.document_R[start:] = PADDING
+    for name, values in vars(row).items():
+        if isinstance(values, Tensor):
+            values[start:] = PADDING if name == "document_R" else 0
     if not samples:  # attention needs a document: one token of padding, in which nothing is supervised
         row.documents.append((0, 1))
     return row

@@ -3,8 +3,8 @@
 Threads and not processes: reading (preadv) and decoding (torch) leave Python's lock to others, and rows need not be
 sent anywhere. A row of 8,192 tokens of Kimi-K2.5 has 470 MB; docs/performance.md has what threads read.
 
-On a GPU a row is read into pinned memory, which is used again and again, and copied by a stream of its own: the next
-row's copy runs while the one before it is computed on.
+On a GPU a row is read into pinned memory as it is stored, which is used again and again, and copied and decoded by a
+stream of its own: the next row's copy runs while the one before it is computed on.
 """
 
 import os
@@ -45,7 +45,7 @@ class RowsAhead:
         self._rooms: SimpleQueue[tuple[Row, Any]] = SimpleQueue()
         if ahead and cuda:
             for _ in range(ahead):
-                self._rooms.put((rows.room(pinned=True), None))
+                self._rooms.put((rows.room(stored=True, pinned=True), None))
         count = min(ahead, READERS, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(count, "reader") if ahead else None
 
@@ -67,15 +67,15 @@ class RowsAhead:
             self.waited_s += time.monotonic() - begun
             return row
         if self._moved:
-            row, copied = self._moved.popleft()
+            row, ready = self._moved.popleft()
         elif self._reading:
-            row, copied = self._move(self._reading.popleft().result())
+            row, ready = self._move(self._reading.popleft().result())
         else:
             raise StopIteration
         self.waited_s += time.monotonic() - begun
         self._fill()
         if self._stream is not None:
-            self._take(row, copied)
+            self._take(row, ready)
             if not self._moved and self._reading and _is_ready(self._reading[0]):
                 self._moved.append(self._move(self._reading.popleft().result()))
                 self._fill()
@@ -114,16 +114,17 @@ class RowsAhead:
         if self._stream is None:
             return row, None
         with torch.cuda.stream(self._stream):
-            there = row.to(self.device)
-            copied = torch.cuda.Event()
+            copy, copied, decoded = row.to(self.device), torch.cuda.Event(), torch.cuda.Event()
             copied.record(self._stream)
+            there = copy.decoded(self.rows.dtype)
+            decoded.record(self._stream)
         self._rooms.put((row, copied))
-        return there, copied
+        return there, decoded
 
-    def _take(self, row: Row, copied: Any) -> None:
+    def _take(self, row: Row, ready: Any) -> None:
         """From here on the row is the computing stream's."""
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(copied)
+        current.wait_event(ready)
         for tensor in vars(row).values():
             if isinstance(tensor, Tensor):
                 tensor.record_stream(current)

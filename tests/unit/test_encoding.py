@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.store import encoding
 from pipeline.store.dtypes import is_encoded, stored_dtype
-from pipeline.store.encoding import FP8, decode, encode_in_place
+from pipeline.store.encoding import FP8, _decode_in_two_passes, decode, encode_in_place
 
 FP8_STORED = stored_dtype("float32", "fp8")
 MAGNITUDES = np.array(
@@ -142,6 +142,23 @@ def test_every_number_is_read_as_what_it_stands_for(count: int):
         got = decode(numbers, torch.full((1,), scale), torch.float32)
         assert torch.equal(got, numbers.float() * scale)
     assert np.array_equal(np.abs(decode(numbers, torch.ones(1), torch.float32)[0, :127].numpy()), NUMBERS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_reads_the_same(dtype: torch.dtype, device: str):
+    """Every number with scales of every size; its way is one that a CPU can go, too."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    bits = torch.arange(256, dtype=torch.uint8)[[n not in (0x7F, 0xFF) for n in range(256)]]
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.arange(-126.0, 7.0 if dtype == torch.float16 else 119.0)
+    scales_R = (1 + torch.rand(len(exponents), generator=generator)) * 2**exponents
+    numbers_RH = bits.view(FP8).expand(len(scales_R), -1).contiguous()
+    want = decode(numbers_RH, scales_R, dtype)
+    got = _decode_in_two_passes(numbers_RH.to(device), scales_R.to(device), torch.empty_like(want, device=device))
+    assert torch.equal(got.cpu(), want)
+    assert want.isfinite().all()
 
 
 ENCODE = """

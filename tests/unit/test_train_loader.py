@@ -10,6 +10,7 @@ import torch
 
 from pipeline.errors import InputError
 from pipeline.store import claim, finish, run_key
+from pipeline.store.dtypes import stored_dtype
 from pipeline.store.samples import Sample
 from pipeline.store.states import StatesReader, write_states
 from pipeline.train.data import PADDING, Row, Rows, row_bytes
@@ -55,10 +56,10 @@ def equal(one: Row, two: Row) -> bool:
     return one.documents == two.documents and all(torch.equal(getattr(one, t), getattr(two, t)) for t in tensors)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "store_dtype"),
-    [(torch.bfloat16, None), (torch.float32, None), (torch.float32, "bf16"), (torch.bfloat16, "fp8")],
-)
+STORED = [(torch.bfloat16, None), (torch.float32, None), (torch.float32, "bf16"), (torch.bfloat16, "fp8")]
+
+
+@pytest.mark.parametrize(("dtype", "store_dtype"), STORED)
 def test_states_read_to_a_place_are_those_that_are_read_out(tmp_path, dtype, store_dtype):
     reader = make(tmp_path, store_dtype, dtype)
     for index, size in enumerate(LENGTHS):
@@ -71,14 +72,17 @@ def test_states_read_to_a_place_are_those_that_are_read_out(tmp_path, dtype, sto
         assert torch.equal(mask, sample.loss_mask_S)
 
 
-def test_used_memory_leaves_no_trace_in_a_row(tmp_path):
-    rows = rows_of(make(tmp_path))
-    room = rows.room()
+@pytest.mark.parametrize(("dtype", "store_dtype"), STORED)
+@pytest.mark.parametrize("stored", [False, True])
+def test_used_memory_leaves_no_trace_in_a_row(tmp_path, dtype, store_dtype, stored):
+    """Nor does it matter whether it is decoded when it is read or later."""
+    rows = rows_of(make(tmp_path, store_dtype, dtype))
+    room = rows.room(stored=stored)
     for value in vars(room).values():
         if isinstance(value, torch.Tensor):
             value.fill_(1)
     for samples in ([3], [5], []):
-        row = rows.load(samples, room)
+        row = rows.load(samples, room).decoded(dtype)
         size = sum(LENGTHS[i] for i in samples)
         assert equal(row, rows.load(samples))
         assert (row.document_R[size:] == PADDING).all()
@@ -87,11 +91,14 @@ def test_used_memory_leaves_no_trace_in_a_row(tmp_path):
         assert not row.supervised_R[max(0, size - 1)], "nothing comes after a sample's last token"
 
 
-def test_a_row_takes_what_is_said(tmp_path):
-    room = rows_of(make(tmp_path)).room()
+@pytest.mark.parametrize("store_dtype", [None, "fp8"])
+def test_a_row_takes_what_is_said(tmp_path, store_dtype):
+    room = rows_of(make(tmp_path, store_dtype)).room(stored=True)
     held = sum(value.nbytes for value in vars(room).values() if isinstance(value, torch.Tensor))
-    assert held == row_bytes(ROW, LAYERS, HIDDEN, 2)
-    assert row_bytes(8192, 3, 7168, 2) == pytest.approx(470e6, rel=1e-3), "as the documentation has it"
+    stored = stored_dtype("bfloat16", store_dtype)
+    assert held == row_bytes(ROW, LAYERS, HIDDEN, stored)
+    documented = {None: 470e6, "fp8": 235e6}[store_dtype]
+    assert row_bytes(8192, 3, 7168, stored) == pytest.approx(documented, rel=2e-3)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 100])
@@ -161,8 +168,9 @@ def test_leaving_waits_for_no_more_than_what_is_being_read(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_rows_come_whole_to_a_gpu_though_memory_is_used_again(tmp_path):
-    rows = rows_of(make(tmp_path))
+@pytest.mark.parametrize(("dtype", "store_dtype"), STORED)
+def test_rows_come_whole_to_a_gpu_though_memory_is_used_again(tmp_path, dtype, store_dtype):
+    rows = rows_of(make(tmp_path, store_dtype, dtype))
     order = [samples for epoch in range(50) for samples in rows.of_epoch(epoch)]
     with RowsAhead(rows, order, 2, torch.device("cuda", 0)) as loader:
         for samples, row in zip(order, loader, strict=True):

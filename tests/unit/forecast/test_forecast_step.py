@@ -1,6 +1,7 @@
 """What `python -m pipeline forecast` prints, and how it ends."""
 
 import json
+import re
 from collections import namedtuple
 from pathlib import Path
 
@@ -85,6 +86,18 @@ def test_memory_of_the_machine_is_that_of_what_is_in_hand(kimi, capsys):
         "  train              17.7 GB\n"  # a row's states are 88 and 29 MB, pinned 2**27 and 2**25 bytes
         "                     processes: 1, rows ahead in each: 6 of 0.2 GB; a checkpoint 16.7 GB\n"
     )
+
+
+def test_rows_are_decoded_on_the_gpu(kimi, capsys):
+    """Stored in fp8 they take half the host's memory, and on the GPU as many bytes more."""
+    said = []
+    for more in ([], ["--extract.store_dtype", "fp8"]):
+        assert main([*kimi, "--train.tokens_per_row", "16384", *more]) == 0
+        said.append(capsys.readouterr().out)
+    assert "rows ahead in each: 6 of 1.3 GB" in said[0]  # 705 and 235 MB, pinned 2**30 and 2**28 bytes
+    assert "rows ahead in each: 6 of 0.7 GB" in said[1]
+    exact, encoded = (float(re.search(r"target's words .* activations ([0-9.]+)", out)[1]) for out in said)
+    assert encoded - exact == pytest.approx(16384 * (4 * 7168 + 16 + 25) / 2**30, abs=0.11)
 
 
 @pytest.mark.parametrize(
