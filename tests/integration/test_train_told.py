@@ -37,8 +37,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, config: Run, wanted: str, value: floa
     """One state of the sample `wanted` is `value`."""
     original = data.StatesReader.read_into
 
-    def read_into(self, index, aux_SLH, last_SH):
-        result = original(self, index, aux_SLH, last_SH)
+    def read_into(self, index, aux_SLH, last_SH, scales=None):
+        result = original(self, index, aux_SLH, last_SH, scales)
         if self.sample_ids[index] == wanted:
             last_SH[0, 0] = value  # of a prompt: no loss would show it
         return result
